@@ -1,0 +1,55 @@
+"""Metronome: an LLM inference engine on Trio.
+
+The public names resolve on first use (PEP 562), so that a process which never runs a model never imports torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.client.async_llm import AsyncLLM, Stream
+    from engine.client.output_processor import CompletionOutput, RequestOutput
+    from engine.config import EngineConfig
+    from engine.errors import EngineDeadError, MetronomeError
+    from engine.launch import open_engine
+    from engine.llm import LLM
+    from engine.sampling_params import OutputKind, SamplingParams
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "LLM": "engine.llm",
+    "AsyncLLM": "engine.client.async_llm",
+    "CompletionOutput": "engine.client.output_processor",
+    "EngineConfig": "engine.config",
+    "EngineDeadError": "engine.errors",
+    "MetronomeError": "engine.errors",
+    "OutputKind": "engine.sampling_params",
+    "RequestOutput": "engine.client.output_processor",
+    "SamplingParams": "engine.sampling_params",
+    "Stream": "engine.client.async_llm",
+    "open_engine": "engine.launch",
+}
+
+__all__ = [
+    "LLM",
+    "AsyncLLM",
+    "CompletionOutput",
+    "EngineConfig",
+    "EngineDeadError",
+    "MetronomeError",
+    "OutputKind",
+    "RequestOutput",
+    "SamplingParams",
+    "Stream",
+    "open_engine",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public name's module on first use."""
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,174 @@
+"""Frozen settings, resolved once and never changed after; the one source of the command line's flags and their help.
+
+A field's annotation carries its help, bounds and unit, so that flag, Python keyword and check cannot drift apart.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal, NamedTuple, Self, Union, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from engine.errors import ConfigError
+from engine.models import DEFAULT
+
+Device = str
+SchedulingPolicy = Literal["fcfs"]
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["none"]
+
+
+class _Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Base of settings: checked on construction against the annotations of the fields."""
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            ConfigError: Naming the flag, its value and what is allowed.
+        """
+        for setting in settings_of(type(self)):
+            setting.check(getattr(self, setting.name))
+        self.check_together()
+
+    def check_together(self) -> None:
+        """Check what spans several fields; raises ConfigError."""
+
+    @classmethod
+    def of(cls, **fields: Any) -> Self:
+        """Construct from keywords; an unknown one is a ConfigError naming it and its nearest neighbours."""
+        unknown = fields.keys() - {setting.name for setting in settings_of(cls)}
+        if unknown:
+            known = ", ".join(sorted(setting.name for setting in settings_of(cls)))
+            raise ConfigError(f"unknown setting {sorted(unknown)[0]!r}; known are: {known}")
+        return cls(**fields)
+
+
+class EngineConfig(_Settings, frozen=True, kw_only=True):
+    """How one engine runs. Passed whole to the engine's process; nothing is read from anywhere else."""
+
+    model: Annotated[str, Meta(description="name of a known model, model folder, GGUF file, or null")] = DEFAULT
+    dtype: Annotated[Dtype, Meta(description="weights and K/V; auto takes the checkpoint's")] = "auto"
+    quantization: Annotated[Quantization, Meta(description="storage form of the linear layers")] = "none"
+    device: Annotated[Device, Meta(description="auto, cpu or cuda:N")] = "auto"
+    max_model_len: (
+        Annotated[int, Meta(description="longest prompt plus output, in tokens; the model's own when unset", ge=2)]
+        | None
+    ) = None
+    max_num_seqs: Annotated[int, Meta(description="most requests in one step", ge=1, le=65536)] = 64
+    max_num_batched_tokens: Annotated[int, Meta(description="most tokens in one step", ge=1, le=1048576)] = 512
+    max_num_waiting: Annotated[int, Meta(description="most requests that may wait; more are refused (429)", ge=0)] = (
+        1024
+    )
+    block_size: Annotated[int, Meta(description="tokens a KV block", ge=1, le=4096)] = 16
+    kv_cache_memory_bytes: (
+        Annotated[int, Meta(description="memory for keys and values, in bytes; computed when unset", ge=1)] | None
+    ) = None
+    num_gpu_blocks_override: (
+        Annotated[int, Meta(description="KV blocks, in place of what the memory would give", ge=1)] | None
+    ) = None
+    enable_prefix_caching: Annotated[bool, Meta(description="share the K/V of equal prompt beginnings")] = True
+    enable_chunked_prefill: Annotated[bool, Meta(description="split prompts that exceed a step's budget")] = True
+    long_prefill_token_threshold: Annotated[
+        int, Meta(description="most tokens of one prompt in one step; 0 for no limit", ge=0)
+    ] = 0
+    scheduling_policy: Annotated[SchedulingPolicy, Meta(description="order of waiting requests")] = "fcfs"
+    seed: Annotated[int, Meta(description="of the client's generator, for requests without a seed")] = 0
+    prefix_hash_seed: (
+        Annotated[str, Meta(description="salt of the prefix hashes; drawn at random when unset")] | None
+    ) = None
+    num_threads: (
+        Annotated[int, Meta(description="threads a tensor operation may use; all cores when unset", ge=1, le=4096)]
+        | None
+    ) = None
+    null_step_ms: Annotated[
+        float, Meta(description="time a step of the null model takes, in milliseconds", ge=0, le=60000)
+    ] = 0.0
+    shutdown_timeout: Annotated[
+        float, Meta(description="seconds that running requests may go on after a stop; 0 aborts them", ge=0)
+    ] = 0.0
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"], Meta(description="least severity that is logged")
+    ] = "info"
+
+    def check_together(self) -> None:
+        """Check budgets against each other and the device's form."""
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ConfigError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} is below --max-num-seqs {self.max_num_seqs}: "
+                f"a step could not give each request a token; raise the first or lower the second"
+            )
+        if not self.enable_chunked_prefill and self.max_num_batched_tokens < (self.max_model_len or 0):
+            raise ConfigError(
+                f"without chunked prefill --max-num-batched-tokens {self.max_num_batched_tokens} must be at least "
+                f"--max-model-len {self.max_model_len}: a longer prompt could never run"
+            )
+        if not self.enable_chunked_prefill and self.long_prefill_token_threshold:
+            raise ConfigError(
+                f"--long-prefill-token-threshold {self.long_prefill_token_threshold} splits prompts, which "
+                f"--no-enable-chunked-prefill forbids: drop one of the two"
+            )
+        kind, _, index = self.device.partition(":")
+        if kind not in {"auto", "cpu", "cuda"} or (index and (kind != "cuda" or not index.isdecimal())):
+            raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, got {self.device!r}")
+        if kind == "cuda":
+            raise ConfigError(f"--device {self.device}: only CPU back ends exist in this version; use --device cpu")
+
+
+class ServeConfig(_Settings, frozen=True, kw_only=True):
+    """How the HTTP server listens."""
+
+    host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
+    port: Annotated[int, Meta(description="port to listen on; 0 takes a free one", ge=0, le=65535)] = 8000
+
+
+class Setting(NamedTuple):
+    """One field of a settings struct, as flags and checks need it."""
+
+    name: str
+    kind: type
+    optional: bool
+    choices: tuple[str, ...]
+    meta: Meta
+    default: Any
+
+    @property
+    def flag(self) -> str:
+        """The field's flag on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+    def check(self, value: Any) -> None:
+        """Raise ConfigError unless `value` is of the right type and inside the bounds."""
+        if value is None and self.optional:
+            return
+        accepted: tuple[type, ...] = (int, float) if self.kind is float else (self.kind,)
+        wrong = not isinstance(value, accepted)
+        if wrong or (isinstance(value, bool) and self.kind is not bool):
+            raise ConfigError(f"{self.flag} must be of type {self.kind.__name__}, got {value!r}")
+        if self.choices and value not in self.choices:
+            raise ConfigError(f"{self.flag} must be one of {', '.join(self.choices)}, got {value!r}")
+        low, high = self.meta.ge, self.meta.le
+        if low is not None and not value >= low:
+            raise ConfigError(f"{self.flag} must be at least {low}, got {value}")
+        if high is not None and not value <= high:
+            raise ConfigError(f"{self.flag} must be at most {high}, got {value}")
+
+
+@functools.cache
+def settings_of(settings: type[_Settings]) -> tuple[Setting, ...]:
+    """Describe every field of a settings struct, in order of declaration."""
+    return tuple(_describe(settings))
+
+
+def _describe(settings: type[_Settings]) -> Iterator[Setting]:
+    hints = get_type_hints(settings, include_extras=True)
+    for field in msgspec.structs.fields(settings):
+        hint = hints[field.name]
+        options = get_args(hint) if get_origin(hint) in {Union, types.UnionType} else (hint,)
+        kind, meta = get_args(options[0])
+        choices: tuple[str, ...] = get_args(kind) if get_origin(kind) is Literal else ()
+        yield Setting(field.name, str if choices else kind, len(options) > 1, choices, meta, field.default)

@@ -1,0 +1,161 @@
+"""The exception tree: every error says whose fault it is.
+
+::
+
+    MetronomeError
+    ├── ConfigError               the operator: a flag, a file or a machine that does not fit (exit code 2)
+    ├── ModelError                the model folder
+    │   ├── UnsupportedModel      a model that this engine would not run correctly, with the failed check
+    │   └── CheckpointError       a file that is missing, truncated or misshapen
+    ├── RequestError              the caller of one request; `status_hint` is the HTTP status
+    │   ├── InvalidRequest 400
+    │   │   └── PromptTooLong 400
+    │   ├── NotFound 404
+    │   ├── QueueFull 429
+    │   └── RequestAborted 499    the request was aborted by someone other than the waiter
+    └── EngineDeadError 503       the engine itself, with its cause
+        └── ExecutorDead          its worker thread or a rank
+
+Wrong input is a `ValueError` too. A message shows the value, the limit and what to do. `transport.DecodeError` stands
+outside: transport knows nothing of ours.
+"""
+
+from __future__ import annotations
+
+import traceback
+
+import msgspec
+
+
+class Cause(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
+    """Why an engine or a request ended, in a form that crosses process boundaries.
+
+    Attributes:
+        type: The exception's class name; set where it was caught.
+        message: Its message, complete in itself.
+        traceback: The traceback as text, for the log; empty where there was none.
+        phase: The start phase that failed, empty once the engine was ready.
+        exit_status: The exit status of a process that died, or minus the signal that killed it.
+    """
+
+    type: str
+    message: str
+    traceback: str = ""
+    phase: str = ""
+    exit_status: int | None = None
+
+    @classmethod
+    def of(cls, error: BaseException, phase: str = "") -> Cause:
+        """Describe `error`, unwrapping exception groups to the one failure that explains the rest."""
+        root = root_cause(error)
+        text = "".join(traceback.format_exception(root))
+        return cls(type(root).__name__, str(root) or type(root).__name__, text, phase)
+
+    def __str__(self) -> str:
+        where = f" (while starting: {self.phase})" if self.phase else ""
+        return f"{self.type}: {self.message}{where}"
+
+
+class MetronomeError(Exception):
+    """Base of everything this engine raises on purpose."""
+
+
+class ConfigError(MetronomeError, ValueError):
+    """The operator asked for something that cannot be had; the message names value, limit and remedy."""
+
+
+class ModelError(MetronomeError):
+    """The model at the given path cannot be served."""
+
+
+class UnsupportedModel(ModelError):
+    """The architecture, tokenizer or form of this model is not one the engine runs correctly."""
+
+
+class CheckpointError(ModelError):
+    """A model file is missing, truncated, corrupt or misshapen."""
+
+
+class RequestError(MetronomeError, ValueError):
+    """One request failed, alone. `status_hint` is the HTTP status that fits; `param` names the field at fault."""
+
+    status_hint = 400
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        """Keep `message` for people and `param`, the request field at fault, for programs."""
+        super().__init__(message)
+        self.param = param
+
+
+class InvalidRequest(RequestError):
+    """A parameter of the request is wrong; nothing was started."""
+
+
+class PromptTooLong(InvalidRequest):
+    """Prompt and asked tokens cannot fit the context or the KV cache."""
+
+
+class NotFound(RequestError):
+    """The named model or object does not exist."""
+
+    status_hint = 404
+
+
+class QueueFull(RequestError):
+    """As many requests wait as may wait; try again later."""
+
+    status_hint = 429
+
+
+class RequestAborted(RequestError):
+    """The request was aborted before it was complete."""
+
+    status_hint = 499
+
+
+class EngineDeadError(MetronomeError):
+    """The engine has ended; every waiter gets this with the same cause."""
+
+    status_hint = 503
+
+    def __init__(self, cause: Cause) -> None:
+        """Carry `cause`, what ended the engine."""
+        super().__init__(str(cause))
+        self.cause = cause
+
+
+class ExecutorDead(EngineDeadError):
+    """The executor lost its worker: no further step can run."""
+
+
+_STARTUP_ERRORS: dict[str, type[MetronomeError]] = {
+    kind.__name__: kind for kind in (ConfigError, ModelError, UnsupportedModel, CheckpointError)
+}
+
+
+def startup_error(cause: Cause) -> MetronomeError:
+    """Return the exception to raise where an engine failed to start: the operator's own error if it was one."""
+    kind = _STARTUP_ERRORS.get(cause.type)
+    return kind(cause.message) if kind is not None else EngineDeadError(cause)
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """Unwrap exception groups to the one exception that explains the others.
+
+    What a sibling met because of the failure (cancellation, a closed or broken resource) ranks last; the rest is
+    kept as notes on the exception returned.
+    """
+    leaves = list(_leaves(error))
+    follow_ups = {"Cancelled", "BrokenResourceError", "ClosedResourceError", "EndOfChannel"}
+    leaves.sort(key=lambda leaf: type(leaf).__name__ in follow_ups)
+    first, *rest = leaves
+    for other in rest:
+        if type(other).__name__ != "Cancelled":
+            first.add_note(f"also failed: {type(other).__name__}: {other}")
+    return first
+
+
+def _leaves(error: BaseException) -> list[BaseException]:
+    if isinstance(error, BaseExceptionGroup):
+        return [leaf for inner in error.exceptions for leaf in _leaves(inner)]
+    return [error]

@@ -1,0 +1,47 @@
+"""What is counted, under which name. vLLM's names where they mean the same, so that dashboards made for it work."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True):
+    """The core's state after a step; set by `EngineCore.stats`, sent in exactly one message a step.
+
+    Attributes:
+        num_running: Requests in the running list.
+        num_waiting: Requests waiting to be admitted, preempted ones included.
+        num_kv_blocks: Blocks that can be handed out.
+        num_used_blocks: Blocks referenced by a request or by a plan in flight.
+        num_preemptions: Preemptions since the start.
+        prefix_cache_queries: Prompt tokens looked up since the start.
+        prefix_cache_hits: Prompt tokens found since the start.
+    """
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_kv_blocks: int = 0
+    num_used_blocks: int = 0
+    num_preemptions: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+
+    @property
+    def kv_cache_usage(self) -> float:
+        """Share of the blocks in use, 0 to 1."""
+        return self.num_used_blocks / self.num_kv_blocks if self.num_kv_blocks else 0.0
+
+
+GAUGES: dict[str, tuple[str, str]] = {
+    "vllm:num_requests_running": ("Requests in the running batch.", "num_running"),
+    "vllm:num_requests_waiting": ("Requests waiting to be admitted.", "num_waiting"),
+    "vllm:kv_cache_usage_perc": ("Share of KV blocks in use; 1 means all.", "kv_cache_usage"),
+}
+"""Gauge name → (help, attribute of `SchedulerStats`)."""
+
+COUNTERS: dict[str, tuple[str, str]] = {
+    "vllm:num_preemptions": ("Requests whose blocks were taken back.", "num_preemptions"),
+    "vllm:prefix_cache_queries": ("Prompt tokens looked up in the prefix cache.", "prefix_cache_queries"),
+    "vllm:prefix_cache_hits": ("Prompt tokens found in the prefix cache.", "prefix_cache_hits"),
+}
+"""Counter name, without `_total` → (help, attribute of `SchedulerStats`)."""

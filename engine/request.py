@@ -1,0 +1,259 @@
+"""A request inside the engine: its tokens, how far they are computed, its status and what ends it.
+
+Statuses move only along `TRANSITIONS`; any other move raises, for it means that two ways out met. Who may move a
+request: the scheduler between waiting, running and preempted, the core to a finished status. The stop check is here
+because it is a fact about a request alone; stop strings are text and are found by the client's detokenizer.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.outputs import FinishReason, TokenArray
+from engine.protocol import EngineCoreEvent, EngineCoreRequest
+
+_LEAST_CAPACITY = 32
+
+
+class RequestStatus(enum.IntEnum):
+    """Where a request is; every status after PREEMPTED is final."""
+
+    WAITING = enum.auto()
+    WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR = enum.auto()
+    WAITING_FOR_STREAMING_REQ = enum.auto()
+    RUNNING = enum.auto()
+    PREEMPTED = enum.auto()
+    FINISHED_STOPPED = enum.auto()
+    FINISHED_LENGTH_CAPPED = enum.auto()
+    FINISHED_ABORTED = enum.auto()
+    FINISHED_IGNORED = enum.auto()
+    FINISHED_ERROR = enum.auto()
+    FINISHED_REPETITION = enum.auto()
+
+    def __str__(self) -> str:
+        return self.name
+
+    def __format__(self, spec: str) -> str:
+        return format(self.name, spec)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the request has ended."""
+        return self > RequestStatus.PREEMPTED
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """What the client is told, or None while the request goes on."""
+        return _FINISH_REASONS.get(self)
+
+
+_FINISH_REASONS = {
+    RequestStatus.WAITING_FOR_STREAMING_REQ: FinishReason.STOP,
+    RequestStatus.FINISHED_STOPPED: FinishReason.STOP,
+    RequestStatus.FINISHED_LENGTH_CAPPED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ABORTED: FinishReason.ABORT,
+    RequestStatus.FINISHED_IGNORED: FinishReason.LENGTH,
+    RequestStatus.FINISHED_ERROR: FinishReason.ERROR,
+    RequestStatus.FINISHED_REPETITION: FinishReason.REPETITION,
+}
+
+_FROM_OUTSIDE = frozenset(
+    {RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_ERROR}
+)
+"""Ends that may come at any time: an abort, a stop string seen by the client, a refusal or a failure."""
+_BY_SAMPLING = frozenset(status for status in RequestStatus if status.is_finished) - {RequestStatus.FINISHED_IGNORED}
+"""Ends that a sampled token may bring, also to a preempted request whose last plan was still in flight."""
+_NEXT_PART = frozenset({RequestStatus.WAITING_FOR_STREAMING_REQ, RequestStatus.WAITING})
+"""Where a streaming session goes when its present part is done."""
+
+TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
+    RequestStatus.WAITING: _FROM_OUTSIDE | {RequestStatus.RUNNING, RequestStatus.FINISHED_IGNORED},
+    RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR: _FROM_OUTSIDE | {RequestStatus.WAITING},
+    RequestStatus.WAITING_FOR_STREAMING_REQ: _FROM_OUTSIDE | {RequestStatus.WAITING},
+    RequestStatus.RUNNING: _BY_SAMPLING | _NEXT_PART | {RequestStatus.PREEMPTED},
+    RequestStatus.PREEMPTED: _BY_SAMPLING | _NEXT_PART | {RequestStatus.RUNNING},
+}
+"""Every legal move. A status that is not a key is final."""
+
+
+def draw_transitions() -> str:
+    """Return `TRANSITIONS` as text, one line a status, for ARCHITECTURE.md."""
+    width = max(len(status.name) for status in TRANSITIONS)
+    return "\n".join(
+        f"{status:<{width}} → {', '.join(map(str, sorted(after)))}" for status, after in TRANSITIONS.items()
+    )
+
+
+class IllegalTransition(RuntimeError):
+    """A request was moved against `TRANSITIONS`: a broken invariant, never a caller's fault."""
+
+
+class AppendOnlyArray:
+    """Int32 numbers that only grow at the end, so that a view handed out stays valid and never changes.
+
+    Growing past the capacity moves to a buffer of twice the size; older views keep the older buffer.
+    """
+
+    __slots__ = ("_buffer", "_length", "_read_only")
+
+    def __init__(self, values: Sequence[int] = ()) -> None:
+        """Copy `values`."""
+        self._allocate(np.asarray(values, dtype=np.int32))
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, value: int) -> None:
+        """Add one number."""
+        if self._length == len(self._buffer):
+            self._allocate(self._buffer)
+        self._buffer[self._length] = value
+        self._length += 1
+
+    def view(self) -> TokenArray:
+        """Return all numbers so far, read-only, `[len(self)]`, without a copy."""
+        return self._read_only[: self._length]
+
+    def _allocate(self, values: TokenArray) -> None:
+        self._buffer = np.empty(max(_LEAST_CAPACITY, 2 * len(values)), dtype=np.int32)
+        self._buffer[: len(values)] = values
+        self._length = len(values)
+        self._read_only = self._buffer.view()
+        self._read_only.flags.writeable = False
+
+
+class Request:
+    """One request between `EngineCore.add` and its terminal output.
+
+    Attributes:
+        request_id: Internal id.
+        sampling_params: Resolved parameters.
+        cache_salt: Separates its prefix cache entries from those of other salts.
+        arrival_number: Place in the order of arrival; set by the core.
+        num_prompt_tokens: Length of the prompt.
+        max_num_tokens: Length, prompt included, at which it ends with reason `length`.
+        tokens: Prompt and all sampled tokens; extended by `append` alone.
+        num_tokens: Known tokens: the prompt and what was sampled and committed.
+        num_computed_tokens: Tokens whose K/V the plans so far compute or the prefix cache gave; set by the scheduler.
+        num_placeholders: Tokens that plans in flight will sample; set by the scheduler.
+        generation: Rows planned in an earlier generation are void; raised by `rewind`.
+        last_step: Step of the newest plan with a row of it, 0 before the first; set by the scheduler.
+        num_preemptions: How often its blocks were taken back; set by the scheduler.
+        num_cached_tokens: Prompt tokens the prefix cache gave at first admission, None before; set by the scheduler.
+        block_hashes: Chained hash of each full block of `tokens`; extended by the prefix cache.
+        stop_reason: The stop token that ended it; set by `check_stop`.
+        events: Since its last output; taken by the core.
+    """
+
+    __slots__ = (
+        "arrival_number",
+        "block_hashes",
+        "cache_salt",
+        "events",
+        "generation",
+        "last_step",
+        "max_num_tokens",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_placeholders",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_tokens",
+        "request_id",
+        "sampling_params",
+        "status",
+        "stop_reason",
+        "tokens",
+    )
+
+    def __init__(self, request: EngineCoreRequest, arrival_number: int, max_model_len: int) -> None:
+        """Take over `request`, the `arrival_number`-th of its engine, whose context holds `max_model_len` tokens."""
+        self.request_id = request.request_id
+        self.sampling_params = request.sampling_params
+        self.cache_salt = request.cache_salt
+        self.arrival_number = arrival_number
+        self.tokens = AppendOnlyArray(request.prompt_token_ids)
+        self.num_tokens = self.num_prompt_tokens = len(request.prompt_token_ids)
+        max_tokens = request.sampling_params.max_tokens
+        wanted = max_model_len if max_tokens is None else self.num_prompt_tokens + max_tokens
+        self.max_num_tokens = min(max_model_len, wanted)
+        self.status = RequestStatus.WAITING
+        self.num_computed_tokens = 0
+        self.num_placeholders = 0
+        self.generation = 0
+        self.last_step = 0
+        self.num_preemptions = 0
+        self.num_cached_tokens: int | None = None
+        self.block_hashes: list[bytes] = []
+        self.stop_reason: int | None = None
+        self.events: list[EngineCoreEvent] = []
+
+    def __repr__(self) -> str:
+        computed = f"{self.num_computed_tokens}/{self.num_tokens}+{self.num_placeholders}"
+        return f"Request({self.request_id} {self.status} computed={computed})"
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Sampled and committed tokens."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether it has ended."""
+        return self.status.is_finished
+
+    def append(self, token_id: int) -> None:
+        """Add a sampled token."""
+        self.tokens.append(token_id)
+        self.num_tokens += 1
+
+    def move_to(self, status: RequestStatus) -> None:
+        """Change the status.
+
+        Raises:
+            IllegalTransition: `TRANSITIONS` has no such move; a defect of the engine.
+        """
+        if status not in TRANSITIONS.get(self.status, ()):
+            raise IllegalTransition(f"request {self.request_id}: {self.status} cannot become {status}")
+        self.status = status
+
+    def rewind(self, num_computed_tokens: int) -> None:
+        """Forget what plans in flight compute: only the first `num_computed_tokens` count, and those rows are void."""
+        self.generation += 1
+        self.num_placeholders = 0
+        self.num_computed_tokens = num_computed_tokens
+
+
+def append_sampled(request: Request, token_ids: list[int]) -> tuple[list[int], RequestStatus | None]:
+    """Append sampled tokens up to and including the one that ends the request; drop those after it.
+
+    Returns:
+        The tokens appended, and the finished status that `request` must move to, or None.
+    """
+    for count, token_id in enumerate(token_ids, start=1):
+        request.append(token_id)
+        status = check_stop(request, token_id)
+        if status is not None:
+            return token_ids[:count], status
+    return token_ids, None
+
+
+def check_stop(request: Request, token_id: int) -> RequestStatus | None:
+    """Say how `token_id`, its newest token, ends `request`, or None; sets `stop_reason` where a stop token did.
+
+    In this order: below min_tokens neither EOS nor stop tokens count; EOS unless ignored; stop tokens; then the length
+    limits, which hold below min_tokens too. So a stop token in the last allowed position is a stop.
+    """
+    params = request.sampling_params
+    if request.num_output_tokens >= params.min_tokens:
+        if token_id in params.eos_token_ids and not params.ignore_eos:
+            return RequestStatus.FINISHED_STOPPED
+        if token_id in params.stop_token_ids:
+            request.stop_reason = token_id
+            return RequestStatus.FINISHED_STOPPED
+    if request.num_tokens >= request.max_num_tokens:
+        return RequestStatus.FINISHED_LENGTH_CAPPED
+    return None

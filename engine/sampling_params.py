@@ -1,0 +1,141 @@
+"""One request's sampling wishes: validated on construction, frozen, the same in Python, over HTTP and on the wire.
+
+Every field is obeyed or refused by name. What only the input processor can know (the model's EOS ids, a seed drawn
+for a request without one, the default of `max_tokens`) is resolved into a copy before the request leaves the client.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Any
+
+import msgspec
+
+from engine.errors import InvalidRequest
+
+MAX_N = 128
+"""Most completions one request may ask for."""
+MAX_STOP_STRINGS = 64
+"""Most stop strings one request may carry."""
+GREEDY_BELOW = 1e-5
+"""Temperatures under this take the arg max; no scaling is applied."""
+
+
+class OutputKind(enum.StrEnum):
+    """What each output of a stream holds: what is new, all so far, or only the whole at the end."""
+
+    DELTA = "delta"
+    CUMULATIVE = "cumulative"
+    FINAL_ONLY = "final_only"
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How to draw tokens and when to stop.
+
+    Attributes:
+        n: Completions to draw for the prompt, 1 to 128. Child i of a seeded request uses seed + i.
+        temperature: 0 to 2; 0 takes the most likely token.
+        top_k: Keep this many most likely tokens; 0 or -1 keeps all.
+        top_p: Keep the smallest set of most likely tokens with at least this probability; in (0, 1].
+        min_p: Drop tokens less likely than this share of the most likely one; in [0, 1].
+        seed: Draws depend only on (seed, position); None lets the client draw a seed.
+        max_tokens: Most tokens to generate, at least 1; None means up to the context's end.
+        min_tokens: No end (EOS, stop token or stop string) before this many tokens.
+        stop: Strings that end the text.
+        stop_token_ids: Token ids that end the text.
+        ignore_eos: Go on past the end-of-sequence token.
+        include_stop_str_in_output: Keep the stop string or stop token in the text.
+        skip_special_tokens: Leave special tokens out of the text.
+        output_kind: See `OutputKind`; None takes the call's default.
+        eos_token_ids: The model's end tokens; resolved by the input processor, never by users.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    skip_special_tokens: bool = True
+    output_kind: OutputKind | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            InvalidRequest: A value is of the wrong type or out of its range; the caller's fault.
+        """
+        stop: Any = self.stop
+        _freeze(self, "stop", (stop,) if isinstance(stop, str) else stop, str)
+        _freeze(self, "stop_token_ids", self.stop_token_ids, int)
+        _freeze(self, "eos_token_ids", self.eos_token_ids, int)
+        _check_int("n", self.n, 1, MAX_N)
+        _check_number("temperature", self.temperature, 0.0, 2.0)
+        _check_int("top_k", self.top_k, -1, None)
+        _check_number("top_p", self.top_p, 0.0, 1.0)
+        if self.top_p == 0:
+            raise InvalidRequest("top_p must be greater than 0 and at most 1, got 0", param="top_p")
+        _check_number("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None:
+            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, None)
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r}", param=name)
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise InvalidRequest(
+                f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}", param="stop"
+            )
+        if not all(self.stop):
+            raise InvalidRequest("stop must not hold an empty string: it would end every text at once", param="stop")
+        if self.output_kind is not None:
+            msgspec.structs.force_setattr(self, "output_kind", _output_kind(self.output_kind))
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature < GREEDY_BELOW
+
+
+def _output_kind(value: Any) -> OutputKind:
+    try:
+        return OutputKind(value)
+    except ValueError:
+        allowed = ", ".join(OutputKind)
+        raise InvalidRequest(f"output_kind must be one of {allowed}, got {value!r}", param="output_kind") from None
+
+
+def _freeze(params: SamplingParams, name: str, values: Any, kind: type) -> None:
+    """Store a list-like field as a tuple of `kind`."""
+    if not isinstance(values, list | tuple):
+        raise InvalidRequest(f"{name} must be a list of {kind.__name__}, got {values!r}", param=name)
+    for value in values:
+        fits = isinstance(value, kind) and not isinstance(value, bool)
+        if not fits or (isinstance(value, int) and not 0 <= value < 2**31):
+            raise InvalidRequest(f"{name} must hold only {kind.__name__} values, got {value!r}", param=name)
+    msgspec.structs.force_setattr(params, name, tuple(values))
+
+
+def _check_int(name: str, value: Any, low: int, high: int | None) -> None:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise InvalidRequest(f"{name} must be a whole number, got {value!r}", param=name)
+    if value < low or (high is not None and value > high):
+        limit = f"at least {low}" if high is None else f"from {low} to {high}"
+        raise InvalidRequest(f"{name} must be {limit}, got {value}", param=name)
+
+
+def _check_number(name: str, value: Any, low: float, high: float) -> None:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise InvalidRequest(f"{name} must be a finite number, got {value!r}", param=name)
+    if not low <= value <= high:
+        raise InvalidRequest(f"{name} must be from {low:g} to {high:g}, got {value!r}", param=name)
