@@ -1,0 +1,238 @@
+"""A model's tokenizer and chat template behind a few methods, without torch or transformers.
+
+Reads what a Hugging Face folder holds (tokenizer.json, tokenizer_config.json, chat template) and gives the ids and
+texts that transformers gives. Encoding releases the interpreter lock and may run in a thread.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from engine.client.chat_template import ChatTemplate
+from engine.errors import CheckpointError, InvalidRequest, UnsupportedModel
+
+_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+_NULL_TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+class Tokenizer:
+    """Text to token ids and back, for one model. Immutable but for a cache; safe to share between threads.
+
+    Attributes:
+        eos_token_ids: All that end a text, by generation_config.json, config.json and the tokenizer, in that order.
+        special_token_ids: What `skip_special_tokens` leaves out.
+        vocab_size: Number of tokens, added ones included.
+        is_byte_level: Whether tokens are bytes in disguise, so that a text is the plain sum of its tokens' bytes.
+        falls_back_to_bytes: Whether characters without a token are spelled as tokens like <0xE4>.
+    """
+
+    def __init__(
+        self, backend: tokenizers.Tokenizer, templates: dict[str, ChatTemplate], eos_token_ids: Iterable[int]
+    ) -> None:
+        """Own `backend`; `templates` by name, of which `default` and `tool_use` are used."""
+        self._backend = backend
+        self._templates = templates
+        self._bytes: dict[int, bytes] = {}
+        self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
+        self.special_token_ids = frozenset(
+            token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
+        )
+        self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.is_byte_level, self.falls_back_to_bytes = _decoder_kind(backend)
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of `text`; special tokens written in it become their ids, as in transformers.
+
+        Raises:
+            InvalidRequest: The text holds lone surrogates, which are no characters.
+        """
+        try:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeEncodeError):
+            shown = ascii(text[:40])
+            raise InvalidRequest(f"text must be valid Unicode without lone surrogates, got {shown}") from None
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """Return the text of `token_ids`; ids outside the vocabulary have none.
+
+        Raises:
+            InvalidRequest: An id is negative or beyond 32 bits.
+        """
+        try:
+            return self._backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        except OverflowError:
+            raise InvalidRequest(f"token ids must be from 0 to {self.vocab_size - 1}") from None
+
+    def token(self, token_id: int) -> str | None:
+        """Return a token as the vocabulary spells it, or None outside of it."""
+        return self._backend.id_to_token(token_id)
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that a token of a byte-level tokenizer adds to the text; none outside the vocabulary."""
+        known = self._bytes.get(token_id)
+        if known is None:
+            known = self._bytes[token_id] = _spelled_bytes(self.token(token_id) or "")
+        return known
+
+    def apply_chat_template(
+        self,
+        messages: Any,
+        /,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        **variables: Any,
+    ) -> str:
+        """Return the prompt text of `messages`; see `ChatTemplate.render`.
+
+        Raises:
+            InvalidRequest: The messages are malformed or refused by the template, or the model has none.
+        """
+        template = self._templates.get("tool_use") if tools is not None else None
+        template = template or self._templates.get("default")
+        if template is None:
+            raise InvalidRequest(
+                "this model has no chat template: use completions, or start the server with --chat-template"
+            )
+        return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
+
+    def encode_chat(self, messages: Any, /, **options: Any) -> list[int]:
+        """Return the token ids of `messages`; the template writes the special tokens, none are added.
+
+        Options and errors are those of `apply_chat_template`.
+        """
+        return self.encode(self.apply_chat_template(messages, **options), add_special_tokens=False)
+
+
+def load_tokenizer(model: str | Path, chat_template: str | None = None) -> Tokenizer:
+    """Load the tokenizer of a model folder, or of `"null"`, the integer model: bytes as ids 0 to 255.
+
+    Args:
+        model: What `store.resolve` gave, or `"null"`.
+        chat_template: Jinja source to use in place of the model's own.
+
+    Raises:
+        CheckpointError: A file is missing or not what it should be.
+        UnsupportedModel: The tokenizer decodes in a way that cannot be streamed correctly.
+    """
+    own = None if chat_template is None else {"default": chat_template}
+    if str(model) == "null":
+        template = ChatTemplate((own or {"default": _NULL_TEMPLATE})["default"], {})
+        return Tokenizer(_bytes_backend(), {"default": template}, ())
+    folder = Path(model)
+    backend = _read_backend(folder / "tokenizer.json")
+    config = _read_json(folder / "tokenizer_config.json")
+    named = _named_tokens(folder, config)
+    _mark_named_tokens(backend, named)
+    sources = own or _template_sources(folder, config)
+    try:
+        templates = {name: ChatTemplate(source, named) for name, source in sources.items()}
+    except CheckpointError as error:
+        raise CheckpointError(f"{folder}: {error}") from error
+    return Tokenizer(backend, templates, _eos_token_ids(folder, backend, named))
+
+
+def _read_backend(path: Path) -> tokenizers.Tokenizer:
+    if not path.is_file():
+        raise CheckpointError(f"{path.parent} has no {path.name}; slow tokenizers without one are not read")
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the library raises nothing more precise
+        raise CheckpointError(f"{path} is not a tokenizer: {error}") from error
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file, empty where there is no file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path} is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _named_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    """Return bos_token and its like by name; an older file of their own counts where the newer field is missing."""
+    entries = dict(config)
+    if "added_tokens_decoder" not in config:
+        entries |= _read_json(folder / "special_tokens_map.json")
+    tokens = {name: entries[name] for name in _NAMED_TOKENS if entries.get(name) is not None}
+    return {name: token["content"] if isinstance(token, dict) else str(token) for name, token in tokens.items()}
+
+
+def _mark_named_tokens(backend: tokenizers.Tokenizer, named: dict[str, str]) -> None:
+    added = {token.content for token in backend.get_added_tokens_decoder().values()}
+    missing = [token for token in named.values() if token not in added and backend.token_to_id(token) is not None]
+    backend.add_special_tokens([tokenizers.AddedToken(token, special=True) for token in missing])
+
+
+def _template_sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return {"default": path.read_text(encoding="utf-8")}
+    template = config.get("chat_template")
+    if isinstance(template, list):
+        return {entry["name"]: entry["template"] for entry in template}
+    return {} if template is None else {"default": template}
+
+
+def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, named: dict[str, str]) -> list[int]:
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        ids = _read_json(folder / name).get("eos_token_id")
+        found += ids if isinstance(ids, list) else [] if ids is None else [ids]
+    own = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
+    return found if own is None else [*found, own]
+
+
+def _decoder_kind(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:
+    """Return whether the decoder is byte-level, and whether it knows byte fallback."""
+    if isinstance(backend.decoder, decoders.ByteLevel):
+        return True, False
+    parts = "" if backend.decoder is None else backend.decoder.__getstate__().decode()
+    if "ByteLevel" in parts:
+        raise UnsupportedModel(f"a tokenizer that decodes by {parts} cannot be streamed; ByteLevel must stand alone")
+    return False, "ByteFallback" in parts
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """Return GPT-2's alphabet: printable characters stand for themselves, the other bytes for U+0100 upwards."""
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+
+
+_BYTE_OF = _byte_alphabet()
+
+
+def _spelled_bytes(token: str) -> bytes:
+    """Undo the byte alphabet; a token with other characters is added text and stands for itself."""
+    if all(character in _BYTE_OF for character in token):
+        return bytes(_BYTE_OF[character] for character in token)
+    return token.encode()
+
+
+def _bytes_backend() -> tokenizers.Tokenizer:
+    """The integer model's tokenizer: each byte is its own id, nothing is special."""
+    backend = tokenizers.Tokenizer(models.BPE(vocab=_BYTE_OF, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return backend

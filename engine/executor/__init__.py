@@ -1,0 +1,1 @@
+"""Executors: whatever runs a plan."""

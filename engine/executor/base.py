@@ -1,0 +1,72 @@
+"""The executor: whatever runs a plan. One contract for a thread, processes, nodes and the null model.
+
+A step has two halves, so that grammar masks can be computed while the forward runs: `execute` launches the forward
+and returns at once; `Execution.result` gives the masks and waits for sampling. Plans are run in the order given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from engine.config import EngineConfig
+from engine.outputs import Capacity, GrammarMasks, ModelRunnerOutput, SchedulerOutput
+
+Progress = Callable[[str, int, int], None]
+"""Called with (phase, done, total) in the Trio thread while an executor starts; total 0 means unknown."""
+
+
+class Execution(Protocol):
+    """A plan that was launched."""
+
+    async def result(self, grammar_masks: GrammarMasks | None = None) -> ModelRunnerOutput:
+        """Give the masks of the plan's `grammar_rows` and wait for the step's end.
+
+        A step cannot be cancelled: the wait is shielded, a cancellation is seen at the next checkpoint.
+
+        Raises:
+            ExecutorDead: The worker was lost; no further step can run.
+            Exception: The step itself failed; the executor still runs.
+        """
+        ...
+
+
+class Executor(Protocol):
+    """Runs plans; owned by one `async with` of the engine, which awaits `start` first and `aclose` last."""
+
+    async def start(self, config: EngineConfig, progress: Progress) -> Capacity:
+        """Load and warm up. Phases in order: weights, kv_specs, profile, kv_pages, warm_up.
+
+        Raises:
+            ConfigError: The configuration cannot be had on this machine.
+            ModelError: The model cannot be served.
+        """
+        ...
+
+    def execute(self, plan: SchedulerOutput) -> Execution:
+        """Launch `plan` and return at once; an empty plan is legal and only carries finished ids."""
+        ...
+
+    async def call(self, verb: Any) -> Any:
+        """Run one utility verb between steps; raises what the verb raises."""
+        ...
+
+    async def aclose(self) -> None:
+        """End the worker and free everything; idempotent, shielded, also after a failed start."""
+        ...
+
+
+class Runner(Protocol):
+    """The synchronous twin of an executor: a step in two halves, as plain calls."""
+
+    def start(self, progress: Progress) -> Capacity:
+        """Load and warm up; phases as in `Executor.start`."""
+        ...
+
+    def execute(self, plan: SchedulerOutput) -> None:
+        """Run the forward of `plan`."""
+        ...
+
+    def sample(self, grammar_masks: GrammarMasks | None = None) -> ModelRunnerOutput:
+        """Sample for the oldest plan executed and not yet sampled."""
+        ...

@@ -1,0 +1,147 @@
+"""GGUF files as read-only data: typed metadata, checked tensors, rows dequantized a few at a time.
+
+Whatever is wrong with a file is a `CheckpointError` that names it; a quantization that the `gguf` package cannot undo
+is an `UnsupportedModel`. What the metadata and tensors mean for a model is convert.py's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+from gguf import GGUFReader, GGUFValueType, ReaderTensor
+from gguf.constants import GGUFEndian
+from gguf.quants import dequantize
+
+from engine.errors import CheckpointError, UnsupportedModel
+
+_CHUNK_ELEMENTS = 1 << 22
+"""Elements dequantized at once: 16 MiB of float32, whatever the tensor's size."""
+
+_Value = TypeVar("_Value", str, int, float, bool)
+
+
+class GgufFile:
+    """One GGUF file, memory-mapped for as long as this object lives.
+
+    Attributes:
+        path: Where it is.
+        tensors: By GGUF name, in file order.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Read the header.
+
+        Raises:
+            CheckpointError: The file cannot be read, is no GGUF file, or ends too early.
+        """
+        self.path = path
+        try:
+            self._reader = _BoundedReader(path)
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
+        except (ValueError, LookupError, TypeError, ArithmeticError, MemoryError, RecursionError) as error:
+            raise CheckpointError(
+                f"{path} is not a whole GGUF file: {error.args[0] if error.args else error}"
+            ) from error
+        if self._reader.endianess != GGUFEndian.LITTLE:
+            raise UnsupportedModel(f"{path} is a big-endian GGUF file; only little-endian ones are read")
+        self.tensors: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in self._reader.tensors}
+
+    def value(self, key: str, kind: type[_Value], default: _Value | None = None) -> _Value:
+        """Return the metadata value of `key`.
+
+        Raises:
+            CheckpointError: It is of another kind, or missing and without a default.
+        """
+        content = self._content(key)
+        if content is None:
+            if default is None:
+                raise CheckpointError(f"{self.path}: metadata {key} is missing")
+            return default
+        return self._checked(key, content, kind)
+
+    def values(self, key: str, kind: type[_Value]) -> list[_Value] | None:
+        """Return the metadata list of `key`, or None where there is none.
+
+        Raises:
+            CheckpointError: It is no list, or holds values of another kind.
+        """
+        content = self._content(key)
+        if content is None:
+            return None
+        if not isinstance(content, list):
+            raise CheckpointError(f"{self.path}: metadata {key} must be a list, got {content!r}")
+        return [self._checked(key, item, kind) for item in content]
+
+    def has(self, key: str) -> bool:
+        """Whether the metadata holds `key`."""
+        return self._reader.get_field(key) is not None
+
+    def rows(
+        self, tensor: ReaderTensor, order: npt.NDArray[np.intp] | None = None
+    ) -> Iterator[npt.NDArray[np.float32]]:
+        """Dequantize `tensor` a few rows at a time, in the given order of rows.
+
+        Yields:
+            Float32 arrays `[num_rows, columns]`, together the whole tensor; one `[columns]` for a vector.
+
+        Raises:
+            UnsupportedModel: The quantization is not one that can be undone.
+        """
+        data = tensor.data
+        if data.ndim == 1:
+            yield self._dequantized(tensor, data)
+            return
+        num_rows = max(1, _CHUNK_ELEMENTS // int(tensor.shape[0]))
+        for start in range(0, len(data), num_rows):
+            stop = start + num_rows
+            yield self._dequantized(tensor, data[start:stop] if order is None else data[order[start:stop]])
+
+    def _dequantized(self, tensor: ReaderTensor, data: npt.NDArray[Any]) -> npt.NDArray[np.float32]:
+        try:
+            return np.asarray(dequantize(data, tensor.tensor_type), dtype=np.float32)
+        except NotImplementedError:
+            raise UnsupportedModel(
+                f"{self.path}: tensor {tensor.name} is stored as {tensor.tensor_type.name}, "
+                f"a form the gguf package cannot turn into numbers"
+            ) from None
+
+    def _content(self, key: str) -> Any:
+        field = self._reader.get_field(key)
+        if field is None:
+            return None
+        try:
+            return field.contents()
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{self.path}: metadata {key} is not UTF-8: {error}") from error
+
+    def _checked(self, key: str, content: Any, kind: type[_Value]) -> _Value:
+        if type(content) is not kind:
+            raise CheckpointError(f"{self.path}: metadata {key} must be of type {kind.__name__}, got {content!r}")
+        return content
+
+
+class _BoundedReader(GGUFReader):
+    """The package's reader, made to notice the file's end.
+
+    Reading past it yields short arrays there, and a corrupt length then sends it through billions of empty items.
+    """
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+        if raw_type == GGUFValueType.ARRAY:
+            length = int(self._get(int(orig_offs) + 4, np.uint64)[0])
+            if length > len(self.data):
+                raise ValueError(f"a list of {length} values cannot be in {len(self.data)} bytes")
+        parts: tuple[int, list[Any], list[int], list[Any]] = super()._get_field_parts(orig_offs, raw_type)
+        return parts
+
+    def _get(self, offset: int, dtype: npt.DTypeLike, count: int = 1, override_order: Any = None) -> npt.NDArray[Any]:
+        end = int(offset) + np.dtype(dtype).itemsize * int(count)
+        if end > len(self.data):
+            raise ValueError(f"it ends after {len(self.data)} bytes where at least {end} are needed (cut short?)")
+        values: npt.NDArray[Any] = super()._get(offset, dtype, count, override_order)
+        return values
