@@ -1,0 +1,1 @@
+"""Bytes between processes and threads under Trio; knows nothing of the engine."""
