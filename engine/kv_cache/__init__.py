@@ -1,0 +1,1 @@
+"""The paged KV cache: block arithmetic, block pool, prefix cache, manager."""

@@ -1,0 +1,1 @@
+"""The fuzzing harness: `python -m fuzz TARGET`."""
