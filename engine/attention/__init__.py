@@ -1,0 +1,1 @@
+"""Attention over KV pages: one protocol, a readable reference, fast backends."""

@@ -1,0 +1,88 @@
+"""What a layer needs of attention: K/V pages that someone else owns, and one call a layer.
+
+A backend owns the pages, `[num_blocks, block_size, num_kv_heads, head_dim]` a layer for keys and for values. It writes
+a step's keys and values through the slot mapping before any row attends, so rows of one plan may share blocks that
+this plan fills.
+
+Promise of every backend: what a row gets depends, bit for bit, on its own query, its position and the K/V before it,
+never on the other rows, on where a chunk begins, or on which blocks hold the K/V.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from engine.outputs import TokenArray
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRows:
+    """One request's rows of a step.
+
+    Attributes:
+        first_row: Index of its first row among the step's rows.
+        num_rows: How many rows, at least 1; they are consecutive positions.
+        start: Position of the first row; the K/V of everything before it is in the pages.
+        block_table: Block ids, `[num_blocks]`, covering `start + num_rows` positions.
+    """
+
+    first_row: int
+    num_rows: int
+    start: int
+    block_table: TokenArray
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionBatch:
+    """Where a step's rows belong; made by `model_runner.input_batch`.
+
+    Attributes:
+        slot_mapping: For each row the slot its K/V goes to, block id x block size + offset, int64 `[num_rows]`.
+        requests: In row order, without gaps.
+    """
+
+    slot_mapping: torch.Tensor
+    requests: Sequence[RequestRows]
+
+
+class AttentionBackend(Protocol):
+    """Attention over pages."""
+
+    def prepare(self, batch: AttentionBatch) -> Any:
+        """Compute once a step what all its layers need; the result is what `attend` takes as `batch`."""
+        ...
+
+    def attend(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        scale: float,
+        window: int | None,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
+        batch: Any,
+    ) -> torch.Tensor:
+        """Write this step's keys and values, then let each row attend to the positions up to its own.
+
+        Args:
+            layer: Index of the layer.
+            q: Queries after rotary, `[num_rows, num_heads, head_dim]`; heads `[i * group, (i + 1) * group)` read
+                K/V head i.
+            k: Keys after rotary, `[num_rows, num_kv_heads, head_dim]`.
+            v: Values, like `k`.
+            scale: Factor of the scores.
+            window: Positions a row sees, its own included; None for all.
+            softcap: Bound of the scores by tanh; None for none.
+            sinks: A logit a head that takes part in the softmax and yields nothing; None for none.
+            batch: What `prepare` returned for this step.
+
+        Returns:
+            `[num_rows, num_heads, head_dim]`, in the type of `q`.
+        """
+        ...

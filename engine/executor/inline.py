@@ -1,0 +1,129 @@
+"""Runs a synchronous runner on one dedicated thread of this process; Trio on one side, tensors on the other."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
+
+import trio
+
+from engine.config import EngineConfig
+from engine.errors import Cause, ExecutorDead
+from engine.executor.base import Progress, Runner
+from engine.outputs import Capacity, GrammarMasks, ModelRunnerOutput, SchedulerOutput
+from transport.worker import Job, Worker, WorkerLost
+
+T = TypeVar("T")
+SampleAfter = Callable[[Job[None], GrammarMasks | None], Awaitable[ModelRunnerOutput]]
+
+
+class InlineExecutor:
+    """An `Executor` over one worker thread, on which the runner is made, used and dropped.
+
+    The configuration is the runner's: `start`'s is not read again. Runs plans strictly in order.
+    """
+
+    def __init__(self, make_runner: Callable[[], Runner], name: str = "executor") -> None:
+        """Own a thread called `name`, started by `start`; `make_runner` is called on it."""
+        self._make_runner = make_runner
+        self._worker = Worker(name)
+        self._runner: Runner | None = None
+        self._num_unsampled = 0
+
+    async def start(self, config: EngineConfig, progress: Progress) -> Capacity:
+        """Start the thread and the runner on it; `progress` is called in the Trio thread and must not raise.
+
+        Cannot be cancelled, as loading cannot be interrupted; no call of `progress` comes after the return.
+
+        Raises:
+            ConfigError: The configuration cannot be had on this machine.
+            ModelError: The model cannot be served.
+            ExecutorDead: The thread was lost.
+        """
+        token = trio.lowlevel.current_trio_token()
+
+        def report(phase: str, done: int, total: int) -> None:
+            token.run_sync_soon(progress, phase, done, total)
+
+        self._worker.start()
+        try:
+            return await _result_of(self._worker.submit(self._start, report))
+        finally:
+            all_reported = trio.Event()
+            token.run_sync_soon(all_reported.set)
+            with trio.CancelScope(shield=True):
+                await all_reported.wait()
+
+    def execute(self, plan: SchedulerOutput) -> InlineExecution:
+        """Queue `plan` and return at once.
+
+        Forward and sampling are one job, unless this plan or one before it waits for its masks: then sampling is
+        queued by `InlineExecution.result`, which is to be awaited in the order of the plans.
+        """
+        if plan.grammar_rows or self._num_unsampled:
+            self._num_unsampled += 1
+            return InlineExecution(self._worker.submit(self._execute, plan), self._sample_after)
+        return InlineExecution(self._worker.submit(self._execute_and_sample, plan))
+
+    async def call(self, verb: Any) -> Any:
+        """Refuse: nothing can be asked of this executor beside steps.
+
+        Raises:
+            NotImplementedError: Always, naming the verb.
+        """
+        raise NotImplementedError(f"the executor has no verb {type(verb).__name__}")
+
+    async def aclose(self) -> None:
+        """End the thread after the jobs given so far and drop the runner; idempotent, shielded."""
+        await self._worker.aclose()
+        self._runner = None
+
+    async def _sample_after(self, forward: Job[None], masks: GrammarMasks | None) -> ModelRunnerOutput:
+        """Sample the plan of `forward`; where that failed, nothing is sampled, for the runner holds no such plan."""
+        try:
+            await _result_of(forward)
+            sampling = self._worker.submit(self._sample, masks)
+        finally:
+            self._num_unsampled -= 1
+        return await _result_of(sampling)
+
+    def _start(self, progress: Progress) -> Capacity:
+        runner = self._make_runner()
+        capacity = runner.start(progress)
+        self._runner = runner
+        return capacity
+
+    def _execute(self, plan: SchedulerOutput) -> None:
+        assert self._runner is not None
+        self._runner.execute(plan)
+
+    def _sample(self, masks: GrammarMasks | None) -> ModelRunnerOutput:
+        assert self._runner is not None
+        return self._runner.sample(masks)
+
+    def _execute_and_sample(self, plan: SchedulerOutput) -> ModelRunnerOutput:
+        self._execute(plan)
+        return self._sample(None)
+
+
+class InlineExecution:
+    """A plan given to an `InlineExecutor`; made by `execute`."""
+
+    def __init__(self, job: Job[Any], sample_after: SampleAfter | None = None) -> None:
+        """Follow `job`: the whole step, or only its forward when `sample_after` is given."""
+        self._job = job
+        self._sample_after = sample_after
+
+    async def result(self, grammar_masks: GrammarMasks | None = None) -> ModelRunnerOutput:
+        """See `Execution.result`; call it once."""
+        if self._sample_after is not None:
+            return await self._sample_after(self._job, grammar_masks)
+        output: ModelRunnerOutput = await _result_of(self._job)
+        return output
+
+
+async def _result_of(job: Job[T]) -> T:
+    try:
+        return await job.result()
+    except WorkerLost as error:
+        raise ExecutorDead(Cause.of(error)) from error

@@ -1,0 +1,1 @@
+"""Plan to flat tensors to result; owns weights and KV pages."""

@@ -1,0 +1,103 @@
+"""A plan becomes flat tensors: no padding, no copies of what earlier steps knew."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.attention.base import AttentionBatch, RequestRows
+from engine.outputs import RequestId, ScheduledRequest, SchedulerOutput
+from engine.sampling.sampler import SamplingRow
+
+
+@dataclass(frozen=True, slots=True)
+class InputBatch:
+    """The inputs of one step.
+
+    Attributes:
+        token_ids: `[num_tokens]`, int64, row after row of the plan.
+        positions: Of each token in its request, `[num_tokens]`, int64.
+        attention: Where each token's K/V goes and whose it is.
+        sampled: Indexes of the plan's rows that yield a token.
+        last_rows: For each of those, the index of its last token, `[len(sampled)]`, int64.
+        sampling: For each of those, what its draw needs.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    attention: AttentionBatch
+    sampled: Sequence[int]
+    last_rows: torch.Tensor
+    sampling: Sequence[SamplingRow]
+
+
+class LateTokens:
+    """The tokens sampled by steps that may be uncommitted, for plans made before they were known.
+
+    A plan in flight names them only by number (`ScheduledRequest.num_late`). Kept for the last `max_steps` steps,
+    the most that can be uncommitted when a plan is executed.
+    """
+
+    def __init__(self, max_steps: int) -> None:
+        """Keep `max_steps` steps, at least 1."""
+        self._steps: deque[tuple[int, dict[RequestId, int]]] = deque(maxlen=max_steps)
+
+    def record(self, step: int, token_ids: dict[RequestId, int]) -> None:
+        """Keep what `step` sampled; steps come in order. A failed row records any valid id: its rows are dropped."""
+        self._steps.append((step, token_ids))
+
+    def last(self, request_id: RequestId, num_late: int, before_step: int) -> list[int]:
+        """Return the request's last `num_late` tokens sampled before `before_step`, in order.
+
+        Raises:
+            LookupError: They are not known: the plan refers to a step that was not sampled or is long committed.
+        """
+        known = [tokens[request_id] for step, tokens in self._steps if step < before_step and request_id in tokens]
+        if len(known) < num_late:
+            raise LookupError(
+                f"step {before_step} needs {num_late} late tokens of {request_id}, {len(known)} are known"
+            )
+        return known[len(known) - num_late :]
+
+
+def flatten(plan: SchedulerOutput, late_tokens: LateTokens, block_size: int) -> InputBatch:
+    """Lay out a plan with at least one row; late tokens are taken from `late_tokens`.
+
+    Raises:
+        LookupError: A late token is not known.
+    """
+    token_ids, positions, slots, rows = [], [], [], []
+    first_row = 0
+    for request in plan.requests:
+        span = np.arange(request.start, request.start + request.num_tokens)
+        block_table = request.block_tables[0]
+        token_ids.append(_inputs(request, late_tokens, plan.step))
+        positions.append(span)
+        slots.append(block_table[span // block_size].astype(np.int64) * block_size + span % block_size)
+        rows.append(RequestRows(first_row, request.num_tokens, request.start, block_table))
+        first_row += request.num_tokens
+    sampled = [i for i, request in enumerate(plan.requests) if request.samples]
+    return InputBatch(
+        token_ids=torch.from_numpy(np.concatenate(token_ids).astype(np.int64)),
+        positions=torch.from_numpy(np.concatenate(positions)),
+        attention=AttentionBatch(torch.from_numpy(np.concatenate(slots)), rows),
+        sampled=sampled,
+        last_rows=torch.tensor([rows[i].first_row + rows[i].num_rows - 1 for i in sampled], dtype=torch.int64),
+        sampling=[_sampling_row(plan.requests[i]) for i in sampled],
+    )
+
+
+def _inputs(request: ScheduledRequest, late_tokens: LateTokens, step: int) -> np.ndarray:
+    known = request.tokens[request.start : request.start + request.num_tokens - request.num_late]
+    if not request.num_late:
+        return known
+    return np.concatenate((known, late_tokens.last(request.request_id, request.num_late, step)))
+
+
+def _sampling_row(request: ScheduledRequest) -> SamplingRow:
+    position = request.start + request.num_tokens
+    return SamplingRow(request.sampling_params, position, position - request.num_prompt_tokens)

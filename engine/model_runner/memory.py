@@ -1,0 +1,41 @@
+"""How much memory this process may still take, as far as the system tells."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from pathlib import Path
+
+
+def available_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the memory that can be had without swapping: the machine's, or the control group's if that is less."""
+    machine, group = _of_machine(proc), _of_control_group(proc, cgroup)
+    return machine if group is None else min(machine, group)
+
+
+def _of_machine(proc: Path) -> int:
+    try:
+        for line in (proc / "meminfo").read_text().splitlines():
+            name, _, rest = line.partition(":")
+            if name == "MemAvailable":
+                return int(rest.split()[0]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass  # no Linux: take all that is installed
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _of_control_group(proc: Path, cgroup: Path) -> int | None:
+    """Return what the process's cgroup (version 2) and those above it leave; None where nothing limits."""
+    try:
+        path = (proc / "self/cgroup").read_text().splitlines()[-1].partition("::")[2]
+    except (OSError, IndexError):
+        return None
+    group = cgroup / path.lstrip("/")
+    left: float = math.inf
+    while True:
+        with contextlib.suppress(OSError, ValueError):  # "max", or a group without the memory controller
+            left = min(left, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        if group == cgroup or cgroup not in group.parents:
+            return None if left == math.inf else max(0, int(left))
+        group = group.parent

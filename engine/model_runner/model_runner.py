@@ -1,0 +1,190 @@
+"""Runs plans on this process's own model: weights, K/V pages, forward, sampling. Synchronous, for one thread.
+
+The runner follows the plan. What it keeps between steps is the K/V the plans ordered, and the tokens of steps that
+may be uncommitted.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from engine.attention.reference import ReferenceAttention
+from engine.config import EngineConfig
+from engine.errors import Cause, ConfigError
+from engine.kv_cache.spec import NULL_BLOCK, KVCacheSpec, choose_num_kv_blocks, num_blocks_for
+from engine.model_runner.input_batch import InputBatch, LateTokens, flatten
+from engine.model_runner.memory import available_memory_bytes
+from engine.models.decoder import Decoder
+from engine.models.decoder_config import DecoderConfig
+from engine.models.registry import decoder_config
+from engine.models.weights import load_weights, model_digest, read_config, resolve_dtype
+from engine.outputs import Capacity, GrammarMasks, ModelRunnerOutput, RequestId, ScheduledRequest, SchedulerOutput
+from engine.sampling.sampler import Samples, sample
+from engine.sampling_params import SamplingParams
+
+MAX_CONCURRENT_PLANS = 1
+"""Plans that may be uncommitted when another is executed, itself included."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Executed:
+    """A plan whose forward has run and whose sampling has not."""
+
+    plan: SchedulerOutput
+    batch: InputBatch | None
+    hidden: torch.Tensor
+    timings: dict[str, float]
+
+
+class ModelRunner:
+    """One model on one device. Not thread-safe: `start`, `execute` and `sample` belong to one thread."""
+
+    def __init__(self, config: EngineConfig, folder: Path) -> None:
+        """Run the model of `folder`, in Hugging Face layout; nothing is read before `start`."""
+        self._config = config
+        self._folder = folder
+        self._executed: deque[_Executed] = deque()
+        self._late_tokens = LateTokens(MAX_CONCURRENT_PLANS)
+        self._model: Decoder
+        self._attention: ReferenceAttention
+
+    @torch.inference_mode()
+    def start(self, progress: Callable[[str, int, int], None]) -> Capacity:
+        """Load, allocate and warm up; sets this thread's and torch's thread count.
+
+        Args:
+            progress: Called in this thread with (phase, done, total); phases weights, kv_specs, profile, kv_pages,
+                warm_up, in this order.
+
+        Raises:
+            ConfigError: The settings cannot be had with this model or machine, with the numbers.
+            ModelError: The folder's model is unsupported, incomplete or corrupt.
+        """
+        torch.set_num_threads(self._config.num_threads or _num_cores())
+        progress("weights", 0, 0)
+        raw = read_config(self._folder)
+        shape = decoder_config(raw)
+        max_model_len = self._max_model_len(shape)
+        dtype = resolve_dtype(self._config.dtype, raw, self._folder)
+        self._model = Decoder(shape, max_model_len, dtype)
+        load_weights(self._folder, self._model.destinations(), lambda done, total: progress("weights", done, total))
+        self._model.pack()
+        progress("kv_specs", 0, 1)
+        spec = _kv_cache_spec(shape, dtype)
+        progress("profile", 0, 1)
+        num_blocks = choose_num_kv_blocks(spec, self._config, max_model_len, available_memory_bytes())
+        progress("kv_pages", 0, 1)
+        block_size = self._config.block_size
+        self._attention = ReferenceAttention(spec, shape.num_heads, num_blocks, block_size, dtype)
+        self._model.use_attention(self._attention)
+        progress("warm_up", 0, 1)
+        self._warm_up(max_model_len)
+        progress("warm_up", 1, 1)
+        return Capacity(
+            num_kv_blocks=num_blocks,
+            block_size=block_size,
+            max_model_len=max_model_len,
+            vocab_size=shape.vocab_size,
+            model_digest=model_digest(self._folder),
+            max_concurrent_plans=MAX_CONCURRENT_PLANS,
+        )
+
+    @torch.inference_mode()
+    def execute(self, plan: SchedulerOutput) -> None:
+        """Run the forward of `plan`: its K/V is written, its sampling is due. An empty plan is legal."""
+        if not plan.requests:
+            self._executed.append(_Executed(plan, None, torch.empty(0), {}))
+            return
+        began = time.perf_counter()
+        batch = flatten(plan, self._late_tokens, self._config.block_size)
+        prepared = self._attention.prepare(batch.attention)
+        flattened = time.perf_counter()
+        hidden = self._model.forward(batch.token_ids, batch.positions, prepared)[batch.last_rows]
+        timings = {"flatten": flattened - began, "forward": time.perf_counter() - flattened}
+        self._executed.append(_Executed(plan, batch, hidden, timings))
+
+    @torch.inference_mode()
+    def sample(self, grammar_masks: GrammarMasks | None = None) -> ModelRunnerOutput:
+        """Sample the oldest executed plan that has not been sampled.
+
+        Args:
+            grammar_masks: For the plan's `grammar_rows`, in that order.
+
+        Raises:
+            LookupError: There is no such plan.
+        """
+        if not self._executed:
+            raise LookupError("sample() without an executed plan")
+        executed = self._executed.popleft()
+        plan, batch, timings = executed.plan, executed.batch, dict(executed.timings)
+        token_ids: list[list[int]] = [[] for _ in plan.requests]
+        failed: dict[RequestId, Cause] = {}
+        if batch is not None and batch.sampled:
+            samples = self._sample(executed, batch, grammar_masks, timings)
+            for i, (row, token_id) in enumerate(zip(batch.sampled, samples.token_ids, strict=True)):
+                if i in samples.failed:
+                    failed[plan.requests[row].request_id] = samples.failed[i]
+                else:
+                    token_ids[row].append(token_id)
+            sampled_ids = [plan.requests[row].request_id for row in batch.sampled]
+            self._late_tokens.record(plan.step, dict(zip(sampled_ids, samples.token_ids, strict=True)))
+        return ModelRunnerOutput(step=plan.step, sampled_token_ids=token_ids, failed=failed, timings=timings)
+
+    def _sample(
+        self, executed: _Executed, batch: InputBatch, masks: GrammarMasks | None, timings: dict[str, float]
+    ) -> Samples:
+        began = time.perf_counter()
+        logits = self._model.logits(executed.hidden)
+        scored = time.perf_counter()
+        grammar_rows = [batch.sampled.index(row) for row in executed.plan.grammar_rows]
+        samples = sample(logits, batch.sampling, grammar_rows, masks)
+        timings |= {"logits": scored - began, "sample": time.perf_counter() - scored}
+        return samples
+
+    def _max_model_len(self, shape: DecoderConfig) -> int:
+        asked = self._config.max_model_len
+        if asked is not None and asked > shape.max_positions:
+            raise ConfigError(
+                f"--max-model-len {asked} is more than the {shape.max_positions} positions (max_position_embeddings) "
+                f"of {self._folder}: lower it to {shape.max_positions} or leave it out"
+            )
+        return asked or shape.max_positions
+
+    def _warm_up(self, max_model_len: int) -> None:
+        """Run one step on the null block, so that the first request finds thread pools and kernels ready."""
+        num_tokens = min(max_model_len - 1, self._config.max_num_batched_tokens, self._config.block_size)
+        blocks = num_blocks_for(num_tokens, self._config.block_size)
+        request = ScheduledRequest(
+            request_id=RequestId("warm-up"),
+            tokens=np.zeros(num_tokens, dtype=np.int32),
+            start=0,
+            num_tokens=num_tokens,
+            block_tables=(np.full(blocks, NULL_BLOCK, dtype=np.int32),),
+            samples=True,
+            sampling_params=SamplingParams(seed=0),
+        )
+        self.execute(SchedulerOutput(step=0, requests=(request,), num_tokens=num_tokens))
+        self.sample()
+
+
+def _kv_cache_spec(shape: DecoderConfig, dtype: torch.dtype) -> KVCacheSpec:
+    return KVCacheSpec(
+        num_layers=shape.num_layers,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        item_size_bytes=dtype.itemsize,
+    )
+
+
+def _num_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import trio
+
+from engine.config import EngineConfig
+from engine.errors import CheckpointError
+from engine.executor.inline import InlineExecutor
+from engine.outputs import Capacity, GrammarMasks, ModelRunnerOutput, RequestId, ScheduledRequest, SchedulerOutput
+from engine.protocol import Resume
+from engine.sampling_params import SamplingParams
+
+CONFIG = EngineConfig()
+CAPACITY = Capacity(num_kv_blocks=9, block_size=4, max_model_len=32, vocab_size=10, model_digest="0")
+
+
+class RecordingRunner:
+    """A runner that only notes what is called, in which order and thread."""
+
+    def __init__(self, gate: threading.Event | None = None) -> None:
+        self.calls: list[str] = ["made"]
+        self.threads = {threading.current_thread().name}
+        self._gate = gate
+        self._executed: list[SchedulerOutput] = []
+
+    def start(self, progress: Callable[[str, int, int], None]) -> Capacity:
+        self._note("start")
+        for phase in ("weights", "warm_up"):
+            for done in range(50):
+                progress(phase, done, 50)
+        return CAPACITY
+
+    def execute(self, plan: SchedulerOutput) -> None:
+        if self._gate is not None:
+            self._gate.wait()
+        self._note(f"execute {plan.step}")
+        if plan.step == 13:
+            raise MemoryError("step 13 does not fit")
+        self._executed.append(plan)
+
+    def sample(self, grammar_masks: GrammarMasks | None = None) -> ModelRunnerOutput:
+        plan = self._executed.pop(0)
+        self._note(f"sample {plan.step}{'' if grammar_masks is None else ' masked'}")
+        return ModelRunnerOutput(step=plan.step, sampled_token_ids=[[plan.step] for _ in plan.requests])
+
+    def _note(self, call: str) -> None:
+        self.calls.append(call)
+        self.threads.add(threading.current_thread().name)
+
+
+def make_plan(step: int, *, masked: bool = False) -> SchedulerOutput:
+    request = ScheduledRequest(
+        request_id=RequestId("a"),
+        tokens=np.array([1], dtype=np.int32),
+        start=0,
+        num_tokens=1,
+        block_tables=(np.array([1], dtype=np.int32),),
+        samples=True,
+        sampling_params=SamplingParams(),
+    )
+    return SchedulerOutput(step=step, requests=(request,), num_tokens=1, grammar_rows=(0,) if masked else ())
+
+
+class Started:
+    """A started executor and its runner; closes it on leaving."""
+
+    def __init__(self, gate: threading.Event | None = None) -> None:
+        self.runners: list[RecordingRunner] = []
+        self.progress: list[tuple[str, int, int]] = []
+        self.executor = InlineExecutor(self._make, name="test executor")
+        self._gate = gate
+
+    def _make(self) -> RecordingRunner:
+        self.runners.append(RecordingRunner(self._gate))
+        return self.runners[-1]
+
+    def note(self, phase: str, done: int, total: int) -> None:
+        assert trio.lowlevel.in_trio_run()
+        self.progress.append((phase, done, total))
+
+    async def __aenter__(self) -> Started:
+        assert await self.executor.start(CONFIG, self.note) == CAPACITY
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.executor.aclose()
+
+
+async def test_everything_runs_on_one_thread_and_progress_arrives_in_trio_s_before_start_returns() -> None:
+    async with Started() as started:
+        assert started.progress == [(phase, done, 50) for phase in ("weights", "warm_up") for done in range(50)]
+        output = await started.executor.execute(make_plan(1)).result()
+        assert (output.step, output.sampled_token_ids) == (1, [[1]])
+    assert started.runners[0].threads == {"test executor"}
+    assert started.runners[0].calls == ["made", "start", "execute 1", "sample 1"]
+
+
+async def test_sampling_follows_the_forward_at_once_where_no_mask_is_to_come() -> None:
+    async with Started() as started:
+        first, second = started.executor.execute(make_plan(1)), started.executor.execute(make_plan(2))
+        assert (await second.result()).step == 2
+        assert (await first.result()).step == 1
+    assert started.runners[0].calls[2:] == ["execute 1", "sample 1", "execute 2", "sample 2"]
+
+
+async def test_a_masked_plan_is_sampled_when_its_masks_come_and_later_plans_after_it() -> None:
+    async with Started() as started:
+        masked, plain = started.executor.execute(make_plan(1, masked=True)), started.executor.execute(make_plan(2))
+        assert (await masked.result(np.zeros((1, 1), dtype=np.int32))).step == 1
+        assert (await plain.result()).step == 2
+        assert (await started.executor.execute(make_plan(3)).result()).step == 3
+    calls = started.runners[0].calls
+    assert calls[2:] == ["execute 1", "execute 2", "sample 1 masked", "sample 2", "execute 3", "sample 3"]
+
+
+async def test_a_step_that_fails_raises_its_own_error_and_the_executor_goes_on() -> None:
+    async with Started() as started:
+        with pytest.raises(MemoryError, match="step 13"):
+            await started.executor.execute(make_plan(13)).result()
+        assert (await started.executor.execute(make_plan(14)).result()).step == 14
+
+
+async def test_a_masked_step_whose_forward_fails_raises_the_forward_s_error() -> None:
+    async with Started() as started:
+        failing = started.executor.execute(make_plan(13, masked=True))
+        after = started.executor.execute(make_plan(14))
+        with pytest.raises(MemoryError, match="step 13"):
+            await failing.result(np.zeros((1, 1), dtype=np.int32))
+        assert (await after.result()).step == 14
+
+
+async def test_a_step_is_waited_for_even_when_cancelled() -> None:
+    gate = threading.Event()
+    async with Started(gate) as started:
+        with trio.CancelScope() as scope:
+            execution = started.executor.execute(make_plan(1))
+            scope.cancel()
+            gate.set()
+            assert (await execution.result()).step == 1
+            await trio.lowlevel.checkpoint()
+        assert scope.cancelled_caught
+
+
+async def test_closing_is_idempotent_and_ends_the_thread_also_after_a_failed_or_no_start() -> None:
+    def fail() -> RecordingRunner:
+        raise CheckpointError("model.safetensors is truncated")
+
+    failed = InlineExecutor(fail)
+    with pytest.raises(CheckpointError, match="truncated"):
+        await failed.start(CONFIG, lambda *call: None)
+    for executor in (failed, failed, InlineExecutor(fail)):
+        await executor.aclose()
+    assert "executor" not in {thread.name for thread in threading.enumerate()}
+
+
+async def test_a_verb_is_refused_by_name() -> None:
+    async with Started() as started:
+        with pytest.raises(NotImplementedError, match="Resume"):
+            await started.executor.call(Resume())

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import CheckpointError, ConfigError
+from engine.model_runner.model_runner import ModelRunner
+from engine.outputs import SchedulerOutput
+from engine.sampling_params import SamplingParams
+
+
+def draw_prompt(length: int, seed: int) -> list[int]:
+    return torch.randint(0, 199, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.inference_mode()
+def greedy(model: Any, prompt: list[int], max_tokens: int) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(max_tokens):
+        tokens.append(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax().item())
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("budget", [1000, 5])
+def test_greedy_tokens_of_a_batch_equal_those_of_transformers_alone(
+    tiny_llama: tuple[Path, Any], make_driver: Any, budget: int
+) -> None:
+    driver = make_driver()
+    prompts = {f"request {i}": draw_prompt(1 + 7 * i, seed=i) for i in range(8)}
+    for name, prompt in prompts.items():
+        driver.add(name, prompt)
+    generated = driver.generate(max_tokens=12, budget=budget)
+    for name, prompt in prompts.items():
+        assert generated[name] == greedy(tiny_llama[1], prompt, 12), name
+
+
+def test_seeded_tokens_do_not_depend_on_batch_or_chunks(make_driver: Any) -> None:
+    params = [SamplingParams(temperature=1.5, seed=i, top_p=0.95 if i % 2 else 1.0) for i in range(4)]
+    prompts = [draw_prompt(20 + 3 * i, seed=10 + i) for i in range(4)]
+    together = make_driver()
+    for i in range(4):
+        together.add(str(i), prompts[i], params[i])
+    in_batch = together.generate(max_tokens=15, budget=7)
+    for i in range(4):
+        alone = make_driver()
+        alone.add(str(i), prompts[i], params[i])
+        assert alone.generate(max_tokens=15, budget=1000)[str(i)] == in_batch[str(i)]
+
+
+def test_start_reports_every_phase_in_order_and_what_fits(make_driver: Any) -> None:
+    driver = make_driver(max_model_len=64)
+    assert list(dict.fromkeys(phase for phase, _, _ in driver.phases)) == [
+        "weights",
+        "kv_specs",
+        "profile",
+        "kv_pages",
+        "warm_up",
+    ]
+    assert ("weights", 20, 20) in driver.phases
+    assert driver.capacity.num_kv_blocks == 401
+    assert (driver.capacity.block_size, driver.capacity.max_model_len, driver.capacity.vocab_size) == (4, 64, 199)
+    assert len(driver.capacity.model_digest) == 32
+
+
+def test_the_context_is_the_model_s_unless_set(make_driver: Any) -> None:
+    assert make_driver().capacity.max_model_len == 128
+
+
+def test_a_longer_context_than_the_model_s_is_refused_with_both_numbers(make_driver: Any) -> None:
+    with pytest.raises(ConfigError, match=r"--max-model-len 129 is more than the 128 positions"):
+        make_driver(max_model_len=129)
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+        ModelRunner(EngineConfig(num_threads=1), tmp_path).start(lambda *call: None)
+
+
+def test_a_row_that_does_not_sample_yields_nothing(make_driver: Any) -> None:
+    driver = make_driver()
+    driver.add("long", draw_prompt(30, 1))
+    driver.add("short", draw_prompt(4, 2))
+    output = driver.step({"long": 10, "short": 4})
+    assert [len(token_ids) for token_ids in output.sampled_token_ids] == [0, 1]
+    assert driver.step({"long": 10}).sampled_token_ids == [[]]
+    assert set(output.timings) == {"flatten", "forward", "logits", "sample"}
+
+
+def test_an_empty_plan_is_legal(make_driver: Any) -> None:
+    runner = make_driver().runner
+    runner.execute(SchedulerOutput(step=9, requests=()))
+    output = runner.sample()
+    assert (output.step, output.sampled_token_ids, output.failed) == (9, [], {})
+
+
+def test_sampling_without_an_executed_plan_is_an_error(make_driver: Any) -> None:
+    with pytest.raises(LookupError, match="without an executed plan"):
+        make_driver().runner.sample()
+
+
+def test_a_late_token_is_taken_from_the_uncommitted_step_before(make_driver: Any) -> None:
+    prompts = {"a": draw_prompt(9, 1), "b": draw_prompt(3, 2)}
+    plain, overlapped = make_driver(), make_driver()
+    for name, prompt in prompts.items():
+        plain.add(name, prompt)
+        overlapped.add(name, prompt)
+    expected = plain.generate(max_tokens=8, budget=1000)
+
+    before = overlapped.plan({"a": 9, "b": 3})
+    overlapped.runner.execute(before)
+    output = overlapped.runner.sample()
+    for _ in range(7):
+        plan = overlapped.plan({"a": 1, "b": 1}, late=["a", "b"])
+        overlapped.runner.execute(plan)
+        overlapped.commit(before, output)
+        before, output = plan, overlapped.runner.sample()
+    overlapped.commit(before, output)
+    assert {name: overlapped.tokens[name][len(prompts[name]) :] for name in prompts} == expected
+
+
+def test_a_request_with_broken_numbers_fails_alone(make_driver: Any) -> None:
+    driver = make_driver()
+    prompt = draw_prompt(12, 3)
+    driver.add("alone", prompt)
+    expected = driver.step({"alone": 12}).sampled_token_ids[0]
+    driver.add("good", prompt)
+    driver.add("bad", draw_prompt(12, 4))
+    driver.step({"bad": 5})
+    with torch.inference_mode():
+        driver.runner._attention.key_pages[1][driver._tables["bad"][0].item()] = torch.nan
+    output = driver.step({"good": 12, "bad": 7})
+    assert output.sampled_token_ids == [expected, []]
+    assert list(output.failed) == ["bad"]
+    assert output.failed["bad"].type == "BadLogits"
+
+
+def test_a_mask_is_given_between_forward_and_sampling(make_driver: Any) -> None:
+    driver = make_driver()
+    driver.add("free", draw_prompt(5, 5))
+    driver.add("bound", draw_prompt(6, 6))
+    plan = driver.plan({"free": 5, "bound": 6}, grammar_rows=(1,))
+    driver.runner.execute(plan)
+    masks = np.zeros((1, 7), dtype=np.int32)
+    masks[0, 3] = 1 << 4
+    output = driver.runner.sample(masks)
+    assert output.sampled_token_ids[1] == [100]
+    driver.add("alone", driver.tokens["free"])
+    assert driver.step({"alone": 5}).sampled_token_ids == [output.sampled_token_ids[0]]
+
+
+def test_the_thread_count_is_the_one_set(make_driver: Any) -> None:
+    torch.set_num_threads(2)
+    make_driver()
+    assert torch.get_num_threads() == 1
