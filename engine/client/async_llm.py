@@ -1,0 +1,300 @@
+"""What `open_engine` yields: text in, streams of text out, over one engine client.
+
+A stream is one slot with no task of its own. Leaving it early queues the abort without waiting; the slot stays, owned
+by the receive task, until the engine's terminal output for it. A slow reader gets larger deltas.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Self
+
+import trio
+
+from engine.client.asynchronous import AsyncMPClient
+from engine.client.input_processor import InputProcessor, Messages, Prompt, PromptInput, RequestOptions
+from engine.client.output_processor import CompletionOutput, RequestOutput, RequestState, Usage
+from engine.client.tokenizer import Tokenizer
+from engine.config import EngineConfig
+from engine.errors import Cause, EngineDeadError, RequestAborted
+from engine.metrics import SchedulerStats
+from engine.outputs import RequestId
+from engine.protocol import AbortReason, EngineCoreOutputs, EngineReady, Pause, PauseMode, ResetPrefixCache, Resume
+from engine.sampling_params import OutputKind, SamplingParams
+
+logger = logging.getLogger(__name__)
+
+MAX_TOKENIZER_THREADS = 2
+"""Prompts that may be rendered and tokenized at once."""
+
+
+class Stream:
+    """The outputs of one request as they come: an async iterator for one reader."""
+
+    def __init__(self, state: RequestState, kind: OutputKind) -> None:
+        """Read from `state`, which the receive task fills."""
+        self._state = state
+        self._kind = kind
+        self._news = trio.Event()
+        self._death: EngineDeadError | None = None
+
+    @property
+    def request_id(self) -> str:
+        """The caller's label, or the one that was made up for it."""
+        return self._state.request_id
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt's token ids."""
+        return self._state.prompt_token_ids
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Prompt tokens the prefix cache gave; 0 until the first output."""
+        return self._state.num_cached_tokens
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens taken so far."""
+        return self._state.usage
+
+    def __aiter__(self) -> Self:
+        """Iterate over deltas (or whatever `output_kind` asks for)."""
+        return self
+
+    async def __anext__(self) -> CompletionOutput:
+        """Wait for news; a cancelled wait loses nothing.
+
+        Raises:
+            EngineDeadError: The engine died before the request's end.
+        """
+        await trio.lowlevel.checkpoint()
+        while True:
+            news = self._state.fetch()
+            if news is not None:
+                return news
+            if self._state.is_finished:
+                raise StopAsyncIteration
+            if self._death is not None:
+                raise self._death
+            self._news = trio.Event()
+            await self._news.wait()
+
+    async def collect(self) -> RequestOutput:
+        """Read to the end and return the whole."""
+        outputs = [CompletionOutput(index=i, token_ids=[]) for i in range(len(self._state.completions))]
+        async for news in self:
+            if self._kind is OutputKind.DELTA:
+                told = outputs[news.index]
+                news.text = told.text + news.text
+                news.token_ids = told.token_ids + news.token_ids
+            outputs[news.index] = news
+        return self._state.output(outputs)
+
+    def wake(self, death: EngineDeadError | None = None) -> None:
+        """Tell the reader to look again; called by the receive task."""
+        self._death = self._death or death
+        self._news.set()
+
+
+class AsyncLLM:
+    """One engine, asynchronously. Owned by `open_engine`; its receive task is `run`."""
+
+    def __init__(
+        self, client: AsyncMPClient, tokenizer: Tokenizer, config: EngineConfig, ready: EngineReady, model_name: str
+    ) -> None:
+        """Serve `client`'s engine under `model_name`."""
+        self.config = config
+        self.ready = ready
+        self.tokenizer = tokenizer
+        self.model_name = model_name
+        self._client = client
+        self._input_processor = InputProcessor(config, ready, tokenizer)
+        self._slots: dict[RequestId, tuple[RequestState, Stream]] = {}
+        self._tokenizer_limiter = trio.CapacityLimiter(MAX_TOKENIZER_THREADS)
+        self._ended = trio.Event()
+        self._stats_changed = trio.Event()
+        self._is_stopping = False
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def generate(
+        self,
+        prompt: PromptInput,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        client_key: str | None = None,
+    ) -> AsyncIterator[Stream]:
+        """Open a stream of outputs for `prompt`: text, token ids or chat messages. Leaving it early aborts.
+
+        Raises:
+            RequestError: On entering: the request was refused and nothing was started.
+            EngineDeadError: On entering or while iterating: the engine died.
+        """
+        params = params or SamplingParams()
+        kind = params.output_kind or OutputKind.DELTA
+        arrival_s = trio.current_time()
+        self._check_accepts()
+        tokenized = await self._tokenize(prompt)
+        self._check_accepts()
+        options = RequestOptions(request_id, priority, cache_salt, client_key)
+        label, requests = self._input_processor.make_requests(tokenized, params, options)
+        state = RequestState(label, tokenized.text, requests, kind, self.tokenizer, arrival_s)
+        stream = Stream(state, kind)
+        try:
+            for request in requests:
+                self._client.add_request(request)
+                self._slots[request.request_id] = (state, stream)
+            yield stream
+        finally:
+            # Synchronous, so that it happens in a cancelled scope too; ended ids are ignored.
+            self._abort_state(state, AbortReason.CLIENT)
+
+    async def chat(
+        self, messages: Messages, params: SamplingParams | None = None, *, request_id: str | None = None
+    ) -> RequestOutput:
+        """Answer chat `messages` and return the whole; cancelling it aborts."""
+        async with self.generate(messages, params, request_id=request_id) as stream:
+            return await stream.collect()
+
+    def abort(self, request_id: str) -> None:
+        """End every request with this label; its reader gets a last output with reason abort. Unknown is ignored."""
+        for state in {id(state): state for state, _ in self._slots.values()}.values():
+            if state.request_id == request_id:
+                self._abort_state(state, AbortReason.CLIENT, told=True)
+
+    async def _tokenize(self, prompt: PromptInput) -> Prompt:
+        """Tokenize text and messages in a thread; ids are only checked, here."""
+        is_messages = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        if not (isinstance(prompt, str) or is_messages):
+            await trio.lowlevel.checkpoint()
+            return self._input_processor.tokenize(prompt)
+        tokenize = self._input_processor.tokenize
+        return await trio.to_thread.run_sync(tokenize, prompt, limiter=self._tokenizer_limiter)
+
+    def _abort_state(self, state: RequestState, reason: AbortReason, *, told: bool = False) -> None:
+        unfinished = [i for i, completion in state.completions.items() if told or not completion.is_finished]
+        if not told:
+            for request_id in unfinished:
+                state.completions[request_id].is_finished = True
+        self._client.abort_requests(unfinished, reason)
+
+    def _check_accepts(self) -> None:
+        if self._client.death is not None:
+            raise self._client.death
+        if self._is_stopping:
+            raise EngineStopping("the engine is stopping and takes no new requests")
+
+    # -- the engine ----------------------------------------------------------------------------------------------
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine lives."""
+        return self._client.death is None
+
+    @property
+    def death(self) -> EngineDeadError | None:
+        """What ended the engine, if something did."""
+        return self._client.death
+
+    async def wait_ended(self) -> None:
+        """Wait until the engine has stopped or died; `death` says how."""
+        await self._ended.wait()
+
+    def stats(self) -> SchedulerStats:
+        """Return the scheduler's state as of the last message."""
+        return self._client.stats
+
+    async def wait_for_stats(self, reached: Callable[[SchedulerStats], bool]) -> SchedulerStats:
+        """Wait until `reached(stats)` holds of the scheduler's state and return it.
+
+        Raises:
+            EngineDeadError: The engine ended before.
+        """
+        await trio.lowlevel.checkpoint()
+        while not reached(self._client.stats):
+            if self._client.death is not None:
+                raise self._client.death
+            await self._stats_changed.wait()
+        return self._client.stats
+
+    @property
+    def num_live(self) -> int:
+        """Requests in flight: sent, and not yet answered by a terminal output."""
+        return self._client.num_live
+
+    async def reset_prefix_cache(self, *, reset_running: bool = False) -> bool:
+        """Forget cached prefixes; returns False while blocks are in use, unless running requests are preempted."""
+        return bool(await self._client.call(ResetPrefixCache(reset_running)))
+
+    async def pause(self, mode: PauseMode = PauseMode.ABORT) -> None:
+        """Stop admitting requests and return once nothing runs (keep: at once); queued ones wait for `resume`."""
+        await self._client.call(Pause(mode))
+
+    async def resume(self) -> None:
+        """Undo `pause`."""
+        await self._client.call(Resume())
+
+    # -- owned by open_engine ------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Receive until the engine stops or dies; every stream learns of it at once."""
+        try:
+            while (message := await self._client.get_output()) is not None:
+                self._dispatch(message)
+        except EngineDeadError as death:
+            logger.debug("the engine died: %s\n%s", death, death.cause.traceback)
+        finally:
+            for _, stream in self._slots.values():
+                stream.wake(self._client.death)
+            self._slots.clear()
+            self._ended.set()
+            self._stats_changed.set()
+
+    async def aclose(self, timeout_s: float) -> None:
+        """Abort what still runs, stop the engine and wait for its last word, at most `timeout_s`."""
+        self._is_stopping = True
+        self._client.abort_requests(list(self._slots), AbortReason.SHUTDOWN)
+        self._client.shutdown()
+        with trio.move_on_after(timeout_s):
+            await self._ended.wait()
+
+    def _dispatch(self, message: EngineCoreOutputs) -> None:
+        stopped: list[RequestId] = []
+        now_s = trio.current_time()
+        for output in message.outputs:
+            slot = self._slots.get(output.request_id)
+            if slot is None:
+                continue
+            state, stream = slot
+            try:
+                if state.add(output, now_s):
+                    stopped.append(output.request_id)
+            except Exception as error:  # a request that cannot be turned into text fails alone
+                logger.exception("request %s failed in output processing", state.request_id)
+                state.completions[output.request_id].fail(Cause.of(error))
+                stopped.append(output.request_id)
+            if output.finish_reason is not None:
+                del self._slots[output.request_id]
+                self._log_end(output.request_id, state)
+            stream.wake()
+        self._client.abort_requests(stopped, AbortReason.STOP_STRING)
+        self._stats_changed.set()
+        self._stats_changed = trio.Event()
+
+    def _log_end(self, request_id: RequestId, state: RequestState) -> None:
+        if logger.isEnabledFor(logging.DEBUG):
+            completion = state.completions[request_id]
+            logger.debug("request %s ended after %d tokens", request_id, completion.num_tokens)
+
+
+class EngineStopping(RequestAborted):
+    """The engine is being shut down: nothing was started; ask another one, or later."""
+
+    status_hint = 503

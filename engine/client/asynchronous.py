@@ -1,0 +1,163 @@
+"""The face of an engine behind channels, for Trio: the engine may be a child process or a task of this process.
+
+The client cannot tell which: it is given a `Connection` and never asks. One task receives (`get_output` in a loop);
+any task may send, for sending never waits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Any, NoReturn, Protocol
+
+import trio
+
+from engine.client.client import EngineCoreClient
+from engine.config import EngineConfig
+from engine.errors import Cause, EngineDeadError, MetronomeError
+from engine.outputs import RequestId
+from engine.protocol import (
+    AbortReason,
+    AbortRequest,
+    Acknowledge,
+    ClientMessage,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineDead,
+    EngineMessage,
+    EngineReady,
+    EngineStopped,
+    Shutdown,
+    UtilityCall,
+    UtilityResult,
+    Verb,
+)
+
+
+class Connection(Protocol):
+    """Both directions to one engine, and the knowledge that it died."""
+
+    def send(self, message: ClientMessage) -> None:
+        """Send without waiting; what a dead engine would have got is dropped."""
+
+    async def receive(self) -> list[EngineMessage]:
+        """Wait for at least one message and return all that wait; a cancelled call took none.
+
+        Raises:
+            EngineDeadError: The engine died and all it said has been returned.
+        """
+
+
+class UtilityError(MetronomeError):
+    """A utility call failed in the engine; the engine runs on."""
+
+
+class AsyncMPClient(EngineCoreClient):
+    """Sends requests and receives outputs over a connection; single-threaded, under Trio."""
+
+    def __init__(self, config: EngineConfig, ready: EngineReady, connection: Connection) -> None:
+        """Use `connection`, which whoever opened it closes."""
+        super().__init__(config, ready)
+        self.death: EngineDeadError | None = None
+        self._connection = connection
+        self._received: deque[EngineMessage] = deque()
+        self._calls: dict[int, _Call] = {}
+        self._num_calls = 0
+        self._is_stopping = False
+
+    def add_request(self, request: EngineCoreRequest) -> None:
+        """Send `request`; raises QueueFull or EngineDeadError, and then nothing was sent."""
+        if self.death is not None:
+            raise self.death
+        self._admit(request)
+        self._connection.send(request)
+
+    def abort_requests(self, request_ids: Iterable[RequestId], reason: AbortReason) -> None:
+        """Send an abort for those of the ids that are live."""
+        live = [request_id for request_id in request_ids if request_id in self._live]
+        if live and self.death is None:
+            self._connection.send(AbortRequest(live, reason))
+
+    async def get_output(self) -> EngineCoreOutputs | None:
+        """Wait for the next outputs; None once the engine has stopped as asked. For one task only.
+
+        Raises:
+            EngineDeadError: The engine died; every live request and waiting call has ended with it.
+        """
+        while True:
+            while self._received:
+                message = self._received.popleft()
+                if isinstance(message, EngineCoreOutputs):
+                    self._settle(message)
+                    self._answer(message.utility_results)
+                    return message
+                if isinstance(message, EngineStopped):
+                    self._connection.send(Acknowledge())
+                    if self._is_stopping:
+                        self._die(EngineDeadError(Cause("EngineStopped", "the engine was shut down")))
+                        return None
+                    self._raise_death(EngineDeadError(Cause("EngineStopped", "the engine stopped without being asked")))
+                if isinstance(message, EngineDead):
+                    self._connection.send(Acknowledge())
+                    self._raise_death(EngineDeadError(message.cause))
+            try:
+                self._received.extend(await self._connection.receive())
+            except EngineDeadError as death:
+                self._raise_death(death)
+
+    async def call(self, verb: Verb) -> Any:
+        """Ask for a verb and wait for its answer; a cancelled waiter leaves the verb to run.
+
+        Raises:
+            UtilityError: The verb failed in the engine.
+            EngineDeadError: The engine died before it answered.
+        """
+        if self.death is not None:
+            raise self.death
+        self._num_calls += 1
+        call_id = self._num_calls
+        call = self._calls[call_id] = _Call(verb)
+        try:
+            self._connection.send(UtilityCall(call_id, verb))
+            await call.answered.wait()
+        finally:
+            del self._calls[call_id]
+        if call.result is None:
+            assert self.death is not None
+            raise self.death
+        if call.result.failure is not None:
+            failure = call.result.failure
+            raise UtilityError(f"Call to {type(verb).__name__} failed: {failure.type}: {failure.message}")
+        return call.result.value
+
+    def shutdown(self) -> None:
+        """Ask the engine to stop; `get_output` returns None once it has. Does not wait."""
+        self._is_stopping = True
+        if self.death is None:
+            self._connection.send(Shutdown())
+
+    def _answer(self, results: list[UtilityResult]) -> None:
+        for result in results:
+            call = self._calls.get(result.call_id)
+            if call is not None:  # a waiter that was cancelled is gone
+                call.result = result
+                call.answered.set()
+
+    def _die(self, death: EngineDeadError) -> None:
+        self.death = death
+        self._live.clear()
+        for call in self._calls.values():
+            call.answered.set()
+
+    def _raise_death(self, death: EngineDeadError) -> NoReturn:
+        self._die(death)
+        raise death
+
+
+class _Call:
+    """One waiting utility call."""
+
+    def __init__(self, verb: Verb) -> None:
+        self.verb = verb
+        self.answered = trio.Event()
+        self.result: UtilityResult | None = None

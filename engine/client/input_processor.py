@@ -1,0 +1,147 @@
+"""Prompt or messages → `EngineCoreRequest`. Every refusal that needs no engine happens here, with value and limit."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, cast
+
+import msgspec
+
+from engine.client.tokenizer import Tokenizer
+from engine.config import EngineConfig
+from engine.errors import InvalidRequest, PromptTooLong
+from engine.outputs import RequestId
+from engine.protocol import EngineCoreRequest, EngineReady
+from engine.sampling_params import SamplingParams
+
+Messages = Sequence[Mapping[str, Any]]
+PromptInput = str | Sequence[int] | Messages
+"""Text, token ids, or chat messages."""
+
+_BASE_36 = "0123456789abcdefghijklmnopqrstuvwxyz"
+_SEED_BITS = 64
+
+
+class Prompt(NamedTuple):
+    """A tokenized prompt."""
+
+    text: str | None
+    token_ids: list[int]
+
+
+class RequestOptions(NamedTuple):
+    """What a caller may say of a request beside prompt and sampling."""
+
+    request_id: str | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    client_key: str | None = None
+
+
+class InputProcessor:
+    """Makes requests for one engine. `tokenize` may run in any thread; the rest belongs to the client's."""
+
+    def __init__(self, config: EngineConfig, ready: EngineReady, tokenizer: Tokenizer, client_index: int = 0) -> None:
+        """Draw request seeds from `config.seed` on; ids are unique for this client's life."""
+        self._max_model_len = ready.max_model_len
+        self._vocab_size = ready.vocab_size
+        self._tokenizer = tokenizer
+        self._client_index = client_index
+        self._seeds = random.Random(config.seed)
+        self._num_requests = 0
+
+    def tokenize(self, prompt: PromptInput) -> Prompt:
+        """Turn a prompt into token ids; text is None where ids were given.
+
+        Raises:
+            InvalidRequest: The prompt is empty, of no known form, or the template refuses it; the caller's fault.
+        """
+        if isinstance(prompt, str):
+            ids = self._tokenizer.encode(prompt)
+            text: str | None = prompt
+        elif isinstance(prompt, Sequence) and prompt and all(isinstance(part, Mapping) for part in prompt):
+            text = self._tokenizer.apply_chat_template(prompt)
+            ids = self._tokenizer.encode(text, add_special_tokens=False)
+        elif isinstance(prompt, Sequence) and all(type(part) is int for part in prompt):
+            text, ids = None, list(cast("Sequence[int]", prompt))
+        else:
+            kind = type(prompt).__name__
+            raise InvalidRequest(
+                f"a prompt is text, a list of token ids, or a list of chat messages; got {kind}", param="prompt"
+            )
+        if not ids:
+            raise InvalidRequest("the prompt is empty: at least one token is needed", param="prompt")
+        self._check_ids(ids)
+        return Prompt(text, ids)
+
+    def make_requests(
+        self, prompt: Prompt, params: SamplingParams, options: RequestOptions
+    ) -> tuple[str, list[EngineCoreRequest]]:
+        """Return the label and one request a completion, with EOS ids, `max_tokens` and seeds resolved in.
+
+        Raises:
+            PromptTooLong: Prompt and asked tokens exceed the context, with the numbers.
+        """
+        num_prompt_tokens = len(prompt.token_ids)
+        room = self._max_model_len - num_prompt_tokens
+        if room < 1:
+            raise PromptTooLong(
+                f"the prompt has {num_prompt_tokens} tokens, but the context holds {self._max_model_len} with at least "
+                f"one generated: shorten it by {1 - room}",
+                param="prompt",
+            )
+        if params.max_tokens is not None and params.max_tokens > room:
+            raise PromptTooLong(
+                f"the prompt has {num_prompt_tokens} tokens and max_tokens is {params.max_tokens}, but the context "
+                f"holds {self._max_model_len}: lower max_tokens to {room} or shorten the prompt",
+                param="max_tokens",
+            )
+        if params.min_tokens > room:
+            raise PromptTooLong(
+                f"min_tokens is {params.min_tokens}, but only {room} fit the context", param="min_tokens"
+            )
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(_SEED_BITS)
+        label = options.request_id or f"request-{_base_36(self._num_requests)}"
+        return label, [self._make_request(label, prompt, params, options, seed + i, room) for i in range(params.n)]
+
+    def _make_request(
+        self, label: str, prompt: Prompt, params: SamplingParams, options: RequestOptions, seed: int, room: int
+    ) -> EngineCoreRequest:
+        internal_id = f"{label}-{self._client_index}.{_base_36(self._num_requests)}"
+        self._num_requests += 1
+        resolved = msgspec.structs.replace(
+            params,
+            n=1,
+            seed=seed % 2**_SEED_BITS,
+            max_tokens=room if params.max_tokens is None else params.max_tokens,
+            eos_token_ids=tuple(self._tokenizer.eos_token_ids),
+        )
+        return EngineCoreRequest(
+            request_id=RequestId(internal_id),
+            external_id=label,
+            prompt_token_ids=prompt.token_ids,
+            sampling_params=resolved,
+            arrival_time=time.time(),
+            priority=options.priority,
+            client_key=options.client_key,
+            cache_salt=options.cache_salt,
+        )
+
+    def _check_ids(self, ids: list[int]) -> None:
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self._vocab_size:
+            wrong = low if low < 0 else high
+            raise InvalidRequest(
+                f"token id {wrong} is outside the vocabulary: ids are from 0 to {self._vocab_size - 1}", param="prompt"
+            )
+
+
+def _base_36(number: int) -> str:
+    digits = ""
+    while True:
+        number, digit = divmod(number, 36)
+        digits = _BASE_36[digit] + digits
+        if not number:
+            return digits

@@ -1,0 +1,222 @@
+"""`EngineCoreOutput` → text. Pure: no clock, no tasks; what a reader has not fetched yet is merged into one delta."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from engine.client.detokenizer import Detokenizer
+from engine.client.tokenizer import Tokenizer
+from engine.errors import Cause
+from engine.outputs import FinishReason, RequestId
+from engine.protocol import EngineCoreOutput, EngineCoreRequest
+from engine.sampling_params import OutputKind
+
+
+class CompletionOutput(msgspec.Struct, kw_only=True):
+    """One completion, or what is new of it.
+
+    Attributes:
+        index: Which of the request's n completions.
+        text: New text (all so far, or the whole at the end, by `output_kind`).
+        token_ids: New token ids, likewise; the stopping one included.
+        logprobs: Of these tokens, when asked for.
+        finish_reason: Set on the last output of a completion.
+        stop_reason: The stop string or stop token that ended it.
+        error: Why, when the finish reason is error.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = []
+    logprobs: Any = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    error: Cause | None = None
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens a request took.
+
+    Attributes:
+        prompt_tokens: In the prompt, counted once.
+        completion_tokens: Generated so far, over all completions.
+        cached_tokens: Of the prompt, those the prefix cache gave.
+    """
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion together."""
+        return self.prompt_tokens + self.completion_tokens
+
+
+class RequestMetrics(msgspec.Struct, kw_only=True):
+    """When things happened to a request, in seconds of this process's monotonic clock.
+
+    Attributes:
+        arrival_s: When it was made.
+        first_token_s: When its first token arrived here.
+        finished_s: When its last completion ended.
+        num_preemptions: How often its blocks were taken back.
+    """
+
+    arrival_s: float
+    first_token_s: float | None = None
+    finished_s: float | None = None
+    num_preemptions: int = 0
+
+
+class RequestOutput(msgspec.Struct, kw_only=True):
+    """A request with its completions, in index order.
+
+    Attributes:
+        request_id: The caller's label.
+        prompt: The prompt's text (the rendered template for chat), None where ids were given.
+        prompt_token_ids: The prompt's ids.
+        outputs: One completion an index.
+        finished: Whether all have ended.
+        metrics: When things happened.
+        num_cached_tokens: Prompt tokens the prefix cache gave.
+    """
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    metrics: RequestMetrics
+    num_cached_tokens: int = 0
+
+
+class Completion:
+    """One of a request's completions: turns its tokens into text and keeps what nobody has fetched yet."""
+
+    def __init__(self, index: int, request: EngineCoreRequest, kind: OutputKind, tokenizer: Tokenizer) -> None:
+        """Start empty; `kind` says what `fetch` returns."""
+        self.index = index
+        self.request_id = request.request_id
+        self.num_tokens = 0
+        self.is_finished = False
+        self._kind = kind
+        self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.sampling_params)
+        self._pending = CompletionOutput(index=index, token_ids=[])
+        self._has_news = False
+
+    def add(self, output: EngineCoreOutput) -> bool:
+        """Take in what the engine sent; return whether a stop string ended the text, so that it must be aborted."""
+        if self.is_finished:
+            return False
+        increment = self._detokenizer.update(output.new_token_ids, output.finish_reason is not None)
+        new_token_ids = output.new_token_ids[: increment.num_tokens_used]
+        pending = self._pending
+        pending.text += increment.text
+        pending.token_ids.extend(new_token_ids)
+        self.num_tokens += len(new_token_ids)
+        if increment.stop_string is not None:
+            pending.finish_reason, pending.stop_reason = FinishReason.STOP, increment.stop_string
+        else:
+            pending.finish_reason, pending.stop_reason = output.finish_reason, output.stop_reason
+            pending.error = output.error
+        self.is_finished = pending.finish_reason is not None
+        self._has_news = self._has_news or bool(increment.text or new_token_ids or self.is_finished)
+        return increment.stop_string is not None and output.finish_reason is None
+
+    def fail(self, error: Cause) -> None:
+        """End this completion alone, with reason error."""
+        if not self.is_finished:
+            self._pending.finish_reason, self._pending.error = FinishReason.ERROR, error
+            self.is_finished = self._has_news = True
+
+    def fetch(self) -> CompletionOutput | None:
+        """Return what is new, of the asked kind, or None when there is nothing to tell yet."""
+        if not self._has_news or (self._kind is OutputKind.FINAL_ONLY and not self.is_finished):
+            return None
+        self._has_news = False
+        told = self._pending
+        if self._kind is OutputKind.DELTA:
+            self._pending = CompletionOutput(index=self.index, token_ids=[])
+            return told
+        return self.final()
+
+    def final(self) -> CompletionOutput:
+        """Return all so far of a completion that is not read by deltas."""
+        return msgspec.structs.replace(self._pending, token_ids=list(self._pending.token_ids))
+
+
+class RequestState:
+    """A request under way: its completions by internal id, and what is known of it as a whole."""
+
+    def __init__(
+        self,
+        label: str,
+        prompt: str | None,
+        requests: list[EngineCoreRequest],
+        kind: OutputKind,
+        tokenizer: Tokenizer,
+        arrival_s: float,
+    ) -> None:
+        """Track `requests`, the completions of one prompt in index order."""
+        self.request_id = label
+        self.prompt = prompt
+        self.prompt_token_ids = requests[0].prompt_token_ids
+        self.num_cached_tokens = 0
+        self.metrics = RequestMetrics(arrival_s=arrival_s)
+        self.completions = {
+            request.request_id: Completion(index, request, kind, tokenizer) for index, request in enumerate(requests)
+        }
+
+    @property
+    def request_ids(self) -> list[RequestId]:
+        """Internal ids, in index order."""
+        return list(self.completions)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every completion has ended."""
+        return all(completion.is_finished for completion in self.completions.values())
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens taken so far."""
+        return Usage(
+            prompt_tokens=len(self.prompt_token_ids),
+            completion_tokens=sum(completion.num_tokens for completion in self.completions.values()),
+            cached_tokens=self.num_cached_tokens,
+        )
+
+    def add(self, output: EngineCoreOutput, now_s: float) -> bool:
+        """Take in an output of one of the completions; return whether that one must be aborted (stop string)."""
+        if output.num_cached_tokens is not None:
+            self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        self.metrics.num_preemptions += sum(event.kind == "preempted" for event in output.events)
+        if output.new_token_ids and self.metrics.first_token_s is None:
+            self.metrics.first_token_s = now_s
+        must_abort = self.completions[output.request_id].add(output)
+        if self.metrics.finished_s is None and self.is_finished:
+            self.metrics.finished_s = now_s
+        return must_abort
+
+    def fetch(self) -> CompletionOutput | None:
+        """Return news of the first completion that has any."""
+        for completion in self.completions.values():
+            news = completion.fetch()
+            if news is not None:
+                return news
+        return None
+
+    def output(self, outputs: list[CompletionOutput]) -> RequestOutput:
+        """Describe the request with these completions."""
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            outputs=outputs,
+            finished=self.is_finished,
+            metrics=self.metrics,
+            num_cached_tokens=self.num_cached_tokens,
+        )

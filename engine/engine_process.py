@@ -1,0 +1,203 @@
+"""An engine in a process of its own: both sides of its sockets, and the process's main.
+
+::
+
+    front process                                              engine process
+    ROUTER  ── Configure, requests, aborts, verbs, bye ──▶  DEALER   identity: the rank, 2 bytes little-endian
+    ROUTER  ◀── EngineHello ──────────────────────────────  DEALER
+    PULL    ◀── progress, READY, outputs, last word ──────  PUSH
+
+Every wait for the engine is raced against its death; the engine dies with its parent. The sockets lie in a folder that
+only its owner may enter.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import trio
+
+import engine
+from engine.config import EngineConfig
+from engine.errors import Cause, EngineDeadError
+from engine.executor.inline import InlineExecutor
+from engine.executor.runners import make_runner
+from engine.protocol import (
+    PROTOCOL_VERSION,
+    ClientMessage,
+    Configure,
+    EngineHello,
+    EngineMessage,
+    EngineReady,
+)
+from engine.server import EngineCoreServer
+from transport.channel import ReceiveChannel, RouterReceiveChannel, SendChannel
+from transport.codec import DecodeError
+from transport.process import Child, child_guard, describe_exit, open_child
+from transport.services import open_services
+from transport.zmq_socket import SocketKind, ZmqSocket, open_context
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TERM_GRACE_S = 2.0
+"""How long an engine process may take to exit after its last word, before it is killed."""
+SWITCH_INTERVAL_S = 2e-4
+"""How long a thread may keep the GIL from another: at the default 5 ms a busy thread starves the step loop."""
+MAX_RECEIVED = 256
+"""Messages taken from a socket in one go."""
+LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
+
+_ROOT = str(Path(engine.__file__).parent.parent)
+# -P and the explicit path: the child imports this very engine, whatever folder it is started in.
+_MAIN = f"import sys; sys.path.insert(0, {_ROOT!r}); from engine.engine_process import main; main()"
+
+
+def identity_of(engine_index: int) -> bytes:
+    """Return the ZMQ identity of the engine with this rank."""
+    return engine_index.to_bytes(2, "little")
+
+
+# -- the front's side ------------------------------------------------------------------------------------------------
+
+
+class ProcessConnection:
+    """Both directions to an engine process, and the knowledge that it died."""
+
+    def __init__(self, child: Child, router: ZmqSocket, pull: ZmqSocket, engine_index: int) -> None:
+        """Join the sockets to `child`; all belong to whoever opened them."""
+        self._child = child
+        self._identity = identity_of(engine_index)
+        self._hellos = RouterReceiveChannel[EngineHello](router, EngineHello, on_bad_message=_report_bad_message)
+        self._sender = SendChannel[ClientMessage](router, to=self._identity)
+        self._receiver = ReceiveChannel[EngineMessage](pull, EngineMessage, on_bad_message=_report_bad_message)
+        self._early: list[EngineMessage] = []
+        self._death: EngineDeadError | None = None
+        self._waiting = trio.CancelScope()
+
+    def send(self, message: ClientMessage) -> None:
+        """Send without waiting; a dead engine's messages are dropped."""
+        try:
+            self._sender.send_nowait(message)
+        except trio.BrokenResourceError:
+            logger.debug("dropped %s: %s is gone", type(message).__name__, self._child.name)
+
+    async def receive(self) -> list[EngineMessage]:
+        """Wait for messages; raises EngineDeadError once the process has ended and all it said was returned."""
+        if self._early:
+            early, self._early = self._early, []
+            return early
+        try:
+            return await self._unless_dead(partial(self._receiver.receive_many, MAX_RECEIVED))
+        except EngineDeadError:
+            with suppress(trio.WouldBlock):
+                return [self._receiver.receive_nowait()]
+            raise
+
+    async def greet(self, config: EngineConfig) -> None:
+        """Wait for the engine's hello, answer with its configuration, and wait until its other socket has spoken."""
+        identity, hello = await self._unless_dead(self._hellos.receive)
+        if identity != self._identity or hello.version != PROTOCOL_VERSION:
+            raise EngineDeadError(
+                Cause("ProtocolError", f"{self._child.name} said {hello} under the name {identity.hex()}")
+            )
+        self.send(Configure(config))
+        self._early = await self.receive()
+
+    async def watch(self) -> None:
+        """Wait for the process's end and make every wait learn of it."""
+        status = await self._child.wait()
+        message = describe_exit(self._child.name, status, self._child.stderr_tail)
+        self._death = EngineDeadError(Cause("EngineDied", message, exit_status=status))
+        self._waiting.cancel()
+
+    async def _unless_dead(self, wait: Callable[[], Awaitable[T]]) -> T:
+        """Race `wait` against the process's end. For one task at a time."""
+        if self._death is None:
+            with trio.CancelScope() as self._waiting:
+                return await wait()
+        assert self._death is not None
+        raise self._death
+
+
+@asynccontextmanager
+async def connect_process(config: EngineConfig, engine_index: int = 0) -> AsyncIterator[ProcessConnection]:
+    """Start an engine process and give it its configuration; leaving it leaves no process behind.
+
+    Raises:
+        EngineDeadError: The process ended before it said hello.
+    """
+    name = f"engine-{engine_index}"
+    with tempfile.TemporaryDirectory(prefix="metronome-", ignore_cleanup_errors=True) as folder:
+        async with open_context() as context:
+            router = ZmqSocket(context, SocketKind.ROUTER)
+            pull = ZmqSocket(context, SocketKind.PULL)
+            async with router, pull:
+                addresses = router.bind(f"ipc://{folder}/requests"), pull.bind(f"ipc://{folder}/outputs")
+                argv = [sys.executable, "-P", "-c", _MAIN, str(engine_index), *addresses]
+                async with open_child(name, argv, term_grace_s=TERM_GRACE_S) as child, open_services() as services:
+                    connection = ProcessConnection(child, router, pull, engine_index)
+                    services.start_soon(connection.watch)
+                    await connection.greet(config)
+                    shutil.rmtree(folder)  # both ends are connected: from here on no kill can leave it behind
+                    yield connection
+
+
+def _report_bad_message(error: DecodeError) -> None:
+    logger.error("skipped a message that is none: %s", error)
+
+
+# -- the engine's side -----------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Be an engine process: arguments are the rank and the addresses of the front's two sockets."""
+    child_guard()
+    # The terminal's or the service manager's signals go to all processes; the front alone decides the order.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    engine_index, request_address, output_address = sys.argv[1:]
+    sys.exit(trio.run(_run, int(engine_index), request_address, output_address))
+
+
+async def _run(engine_index: int, request_address: str, output_address: str) -> int:
+    """Connect, say hello, get the configuration, serve to the end; return the exit status."""
+    async with open_context() as context:
+        dealer = ZmqSocket(context, SocketKind.DEALER, identity=identity_of(engine_index))
+        push = ZmqSocket(context, SocketKind.PUSH)
+        async with dealer, push:
+            dealer.connect(request_address)
+            push.connect(output_address)
+            receiver = ReceiveChannel[ClientMessage](dealer, ClientMessage, on_bad_message=_report_bad_message)
+            await SendChannel[EngineHello](dealer).send(EngineHello(engine_index, os.getpid()))
+            config = await _configuration(receiver)
+            logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT, stream=sys.stderr)
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
+            sender = SendChannel[EngineMessage](push)
+
+            def send(message: EngineMessage) -> None:
+                sender.send_nowait(message)
+                if isinstance(message, EngineReady):
+                    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+            executor = InlineExecutor(partial(make_runner, config))
+            receive = partial(receiver.receive_many, MAX_RECEIVED)
+            server = EngineCoreServer(config, executor, receive, send, engine_index=engine_index)
+            return 0 if await server.run() is None else 1
+
+
+async def _configuration(receiver: ReceiveChannel[ClientMessage]) -> EngineConfig:
+    message = await receiver.receive()
+    if not isinstance(message, Configure):
+        raise RuntimeError(f"expected the configuration first, got {type(message).__name__}")
+    return message.config

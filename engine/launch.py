@@ -1,0 +1,167 @@
+"""Who runs where: an engine in a process of its own, or as tasks of this process; handshake and teardown.
+
+With isolation="process" the engine is a child joined by ZMQ (engine_process.py); with isolation="thread" the same
+server runs here over memory channels, and only its executor has a thread. The client cannot tell which it has.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import trio
+
+from engine.client.async_llm import AsyncLLM
+from engine.client.asynchronous import AsyncMPClient, Connection
+from engine.config import EngineConfig
+from engine.engine_process import SWITCH_INTERVAL_S, connect_process
+from engine.errors import Cause, ConfigError, EngineDeadError, startup_error
+from engine.executor.base import Progress
+from engine.executor.inline import InlineExecutor
+from engine.executor.runners import make_runner
+from engine.loading import open_model
+from engine.protocol import Acknowledge, ClientMessage, EngineDead, EngineMessage, EngineReady, StartProgress
+from engine.server import LAST_WORD_TIMEOUT_S, EngineCoreServer
+from transport.services import open_services
+
+logger = logging.getLogger(__name__)
+
+Isolation = Literal["process", "thread"]
+Message = TypeVar("Message")
+
+STOP_TIMEOUT_S = 2 * LAST_WORD_TIMEOUT_S
+"""How long a stopped engine may take to end its step and say its last word."""
+
+
+@asynccontextmanager
+async def open_engine(
+    model: str | None = None,
+    *,
+    isolation: Isolation = "process",
+    data_parallel_size: int = 1,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> AsyncIterator[AsyncLLM]:
+    """Run an engine for `model` (the default model when None); leaving it leaves nothing behind.
+
+    Live streams get a last output with reason abort when the block is left; `settings` are the fields of
+    `EngineConfig`. `progress` is called with (phase, done, total) while the engine starts.
+
+    Raises:
+        ConfigError: A setting is wrong or the model cannot be had.
+        ModelError: The model cannot be served.
+        EngineDeadError: The engine died while starting.
+    """
+    config = EngineConfig.of(**settings) if model is None else EngineConfig.of(model=model, **settings)
+    if data_parallel_size != 1:
+        raise ConfigError(f"data_parallel_size must be 1 in this version, got {data_parallel_size}")
+    connect = _CONNECT.get(isolation)
+    if connect is None:
+        raise ConfigError(f"isolation must be one of {', '.join(_CONNECT)}, got {isolation!r}")
+    progress = progress or _ignore_progress
+    token = trio.lowlevel.current_trio_token()
+
+    def from_thread(phase: str, done: int, total: int) -> None:
+        token.run_sync_soon(progress, phase, done, total)
+
+    files = await trio.to_thread.run_sync(open_model, config, from_thread)
+    with _short_switch_interval():
+        async with connect(files.config) as connection:
+            ready = await _handshake(connection, progress)
+            client = AsyncMPClient(files.config, ready, connection)
+            llm = AsyncLLM(client, files.tokenizer, files.config, ready, files.name)
+            async with open_services() as services:
+                services.start_soon(llm.run)
+                try:
+                    yield llm
+                finally:
+                    with trio.CancelScope(shield=True):
+                        await llm.aclose(STOP_TIMEOUT_S)
+
+
+def _ignore_progress(phase: str, done: int, total: int) -> None:
+    """Show nothing."""
+
+
+@contextmanager
+def _short_switch_interval() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, SWITCH_INTERVAL_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+async def _handshake(connection: Connection, progress: Progress) -> EngineReady:
+    """Follow the engine's start to READY; raises what stopped it."""
+    while True:
+        for message in await connection.receive():
+            match message:
+                case StartProgress(phase, done, total):
+                    progress(phase, done, total)
+                case EngineReady():
+                    return message
+                case EngineDead(cause):
+                    connection.send(Acknowledge())
+                    raise startup_error(cause)
+                case _:
+                    raise EngineDeadError(Cause("ProtocolError", f"unexpected {type(message).__name__} at start"))
+
+
+# -- in this process -------------------------------------------------------------------------------------------------
+
+
+class _MemoryConnection(NamedTuple):
+    """Both directions to an engine of this process."""
+
+    outgoing: trio.MemorySendChannel[ClientMessage]
+    incoming: trio.MemoryReceiveChannel[EngineMessage]
+
+    def send(self, message: ClientMessage) -> None:
+        try:
+            self.outgoing.send_nowait(message)
+        except trio.BrokenResourceError:
+            logger.debug("dropped %s: the engine has ended", type(message).__name__)
+
+    async def receive(self) -> list[EngineMessage]:
+        try:
+            return await _receive_all(self.incoming)
+        except trio.EndOfChannel:
+            raise EngineDeadError(Cause("EngineDied", "the engine's tasks ended without a last word")) from None
+
+
+@asynccontextmanager
+async def _connect_thread(config: EngineConfig) -> AsyncIterator[Connection]:
+    """Run the engine's tasks here, shielded from the body's cancellation so that last words can be said."""
+    outgoing, engine_receive = trio.open_memory_channel[ClientMessage](float("inf"))
+    engine_send, incoming = trio.open_memory_channel[EngineMessage](float("inf"))
+
+    async def run() -> None:
+        with engine_send, engine_receive:
+            executor = InlineExecutor(partial(make_runner, config))
+            receive = partial(_receive_all, engine_receive)
+            await EngineCoreServer(config, executor, receive, engine_send.send_nowait).run()
+
+    with outgoing, incoming:
+        async with open_services() as services:
+            services.start_soon(run)
+            yield _MemoryConnection(outgoing, incoming)
+
+
+async def _receive_all(channel: trio.MemoryReceiveChannel[Message]) -> list[Message]:
+    """Wait for one message and return it with all others that wait."""
+    received = [await channel.receive()]
+    while channel.statistics().current_buffer_used:
+        received.append(channel.receive_nowait())
+    return received
+
+
+_CONNECT: dict[str, Callable[[EngineConfig], AbstractAsyncContextManager[Connection]]] = {
+    "process": connect_process,
+    "thread": _connect_thread,
+}

@@ -1,0 +1,49 @@
+"""From a model's name to its folder and tokenizer. Blocking; call it off the Trio thread. Imports no torch."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from engine.client.tokenizer import Tokenizer, load_tokenizer
+from engine.config import EngineConfig
+from engine.executor.base import Progress
+from engine.models import NULL_MODEL
+from engine.models.store import resolve
+
+
+class ModelFiles(NamedTuple):
+    """What a client needs of a model.
+
+    Attributes:
+        config: The settings with `model` as the folder's path and `prefix_hash_seed` drawn.
+        tokenizer: Of that model.
+        name: What the model is called towards users.
+    """
+
+    config: EngineConfig
+    tokenizer: Tokenizer
+    name: str
+
+
+def open_model(config: EngineConfig, progress: Progress) -> ModelFiles:
+    """Find (and where needed fetch and convert) the model that `config` names.
+
+    Raises:
+        ConfigError: There is no such model, or it cannot be fetched.
+        ModelError: Its files cannot be used.
+    """
+    name = config.model
+    if name == NULL_MODEL:
+        tokenizer = load_tokenizer(NULL_MODEL)
+    else:
+        folder = resolve(name, progress)
+        tokenizer = load_tokenizer(folder)
+        config = msgspec.structs.replace(config, model=str(folder))
+        name = Path(name).name
+    if config.prefix_hash_seed is None:
+        config = msgspec.structs.replace(config, prefix_hash_seed=secrets.token_hex(16))
+    return ModelFiles(config, tokenizer, name)

@@ -1,0 +1,274 @@
+"""The core under Trio, over memory channels and a real worker thread, with steps that are made to fail."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from functools import partial
+
+import pytest
+import trio
+import trio.testing
+
+from engine.config import EngineConfig
+from engine.errors import Cause
+from engine.executor.inline import InlineExecutor
+from engine.executor.null import NullModelRunner
+from engine.outputs import FinishReason, RequestId, SchedulerOutput
+from engine.protocol import (
+    AbortRequest,
+    Acknowledge,
+    ClientMessage,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineDead,
+    EngineMessage,
+    EngineReady,
+    EngineStopped,
+    Pause,
+    PauseMode,
+    ResetPrefixCache,
+    Resume,
+    Shutdown,
+    StartProgress,
+    UtilityCall,
+    UtilityResult,
+)
+from engine.sampling_params import SamplingParams
+from engine.server import EngineCoreServer
+from engine.testing import expected_tokens
+
+GREEDY = SamplingParams(temperature=0, max_tokens=10)
+
+
+Fault = Callable[[int, SchedulerOutput], Exception | None]
+
+
+class FailingRunner(NullModelRunner):
+    """Raises what `fault(step number, plan)` gives, in place of running the step."""
+
+    def __init__(self, config: EngineConfig, fault: Fault, depth: int = 1) -> None:
+        super().__init__(config, depth)
+        self._fault = fault
+        self._num_steps = 0
+
+    def execute(self, plan: SchedulerOutput) -> None:
+        if plan.requests:
+            self._num_steps += 1
+            error = self._fault(self._num_steps, plan)
+            if error is not None:
+                raise error
+        super().execute(plan)
+
+
+class Harness:
+    """A client of bare messages."""
+
+    def __init__(
+        self, send: trio.MemorySendChannel[ClientMessage], received: trio.MemoryReceiveChannel[EngineMessage]
+    ) -> None:
+        self._send = send
+        self._received = received
+        self.tokens: dict[str, list[int]] = {}
+        self.ends: dict[str, EngineCoreOutput] = {}
+        self.results: dict[int, UtilityResult] = {}
+        self.last_word: EngineMessage | None = None
+        self.cause: Cause | None = None
+        self.phases: list[str] = []
+
+    def send(self, message: ClientMessage) -> None:
+        self._send.send_nowait(message)
+
+    def add(self, name: str, prompt: list[int], params: SamplingParams = GREEDY) -> None:
+        self.send(EngineCoreRequest(RequestId(name), name, prompt, params, 0.0))
+
+    async def read_until(self, reached: Callable[[], bool]) -> None:
+        with trio.fail_after(5):
+            while not reached():
+                self._take(await self._received.receive())
+
+    def _take(self, message: EngineMessage) -> None:
+        match message:
+            case StartProgress(phase):
+                if phase not in self.phases:
+                    self.phases.append(phase)
+            case EngineReady():
+                self.phases.append("ready")
+            case EngineCoreOutputs():
+                self.results |= {result.call_id: result for result in message.utility_results}
+                for output in message.outputs:
+                    assert output.request_id not in self.ends, "an output came after the terminal one"
+                    self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+                    if output.finish_reason is not None:
+                        self.ends[output.request_id] = output
+            case EngineStopped() | EngineDead():
+                self.last_word = message
+                self.send(Acknowledge())
+
+    async def stop(self) -> None:
+        self.send(Shutdown())
+        await self.read_until(lambda: self.last_word is not None)
+
+
+async def receive_all(channel: trio.MemoryReceiveChannel[ClientMessage]) -> list[ClientMessage]:
+    return [await channel.receive()]
+
+
+@asynccontextmanager
+async def running(fault: Fault = lambda step, plan: None, depth: int = 1, **settings: object) -> AsyncIterator[Harness]:
+    """Run a server until the body has ended and stopped it."""
+    config = EngineConfig.of(model="null", **settings)
+    client_send, engine_receive = trio.open_memory_channel[ClientMessage](float("inf"))
+    engine_send, client_receive = trio.open_memory_channel[EngineMessage](float("inf"))
+    harness = Harness(client_send, client_receive)
+    executor = InlineExecutor(partial(FailingRunner, config, fault, depth))
+    server = EngineCoreServer(config, executor, partial(receive_all, engine_receive), engine_send.send_nowait)
+
+    async def run() -> None:
+        harness.cause = await server.run()
+
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(run)
+        await harness.read_until(lambda: "ready" in harness.phases or harness.last_word is not None)
+        yield harness
+        if harness.last_word is None:
+            await harness.stop()
+
+
+async def test_the_start_has_one_order_and_ready_comes_last() -> None:
+    async with running() as harness:
+        assert harness.phases == ["weights", "kv_specs", "profile", "kv_pages", "warm_up", "scheduler", "ready"]
+
+
+async def test_a_failed_start_is_the_last_word_and_names_its_phase() -> None:
+    async with running(max_model_len=4096, num_gpu_blocks_override=2) as harness:
+        assert isinstance(harness.last_word, EngineDead)
+        assert harness.last_word.cause.type == "ConfigError"
+        assert harness.last_word.cause.phase == "profile"
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+async def test_plans_in_flight_give_the_tokens_of_the_definition(depth: int) -> None:
+    async with running(depth=depth, max_num_seqs=4, max_num_batched_tokens=16) as harness:
+        prompts = {f"r{i}": [65 + i] * (3 * i + 1) for i in range(9)}
+        for name, prompt in prompts.items():
+            harness.add(name, prompt)
+        harness.send(AbortRequest([RequestId("r4")]))
+        await harness.read_until(lambda: len(harness.ends) == 9)
+        assert harness.ends["r4"].finish_reason is FinishReason.ABORT
+        for name, prompt in prompts.items():
+            expected = expected_tokens(prompt, GREEDY, 10)
+            assert harness.tokens[name] == expected[: len(harness.tokens[name])]
+            assert name == "r4" or len(harness.tokens[name]) == 10
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_a_failed_step_fails_its_requests_and_the_engine_goes_on(depth: int) -> None:
+    async with running(lambda step, plan: RuntimeError("bad luck") if step == 3 else None, depth) as harness:
+        harness.add("a", [65])
+        await harness.read_until(lambda: "a" in harness.ends)
+        assert harness.ends["a"].finish_reason is FinishReason.ERROR
+        assert harness.ends["a"].error.message == "bad luck"
+        harness.add("b", [66])
+        await harness.read_until(lambda: "b" in harness.ends)
+        assert harness.tokens["b"] == expected_tokens([66], GREEDY, 10)
+
+
+async def test_a_memory_error_fails_the_newest_request_alone() -> None:
+    async with running(lambda step, plan: MemoryError("out of memory") if step == 2 else None) as harness:
+        harness.add("old", [65])
+        harness.add("new", [66])
+        await harness.read_until(lambda: len(harness.ends) == 2)
+        assert harness.ends["new"].error.type == "MemoryError"
+        assert harness.tokens["old"] == expected_tokens([65], GREEDY, 10)
+
+
+async def test_two_failed_steps_in_a_row_end_the_engine_with_the_cause() -> None:
+    async with running(lambda step, plan: RuntimeError(f"broken {step}")) as harness:
+        harness.add("a", [65])
+        await harness.read_until(lambda: len(harness.ends) == 1)
+        harness.add("b", [66])
+        await harness.read_until(lambda: harness.last_word is not None)
+        assert isinstance(harness.last_word, EngineDead)
+        assert "broken 2" in harness.last_word.cause.message
+        assert "FailingRunner" in harness.last_word.cause.traceback or "execute" in harness.last_word.cause.traceback
+    assert harness.cause == harness.last_word.cause
+
+
+async def test_shutdown_gives_each_live_request_its_end_before_the_last_word() -> None:
+    async with running(null_step_ms=2) as harness:
+        for i in range(5):
+            harness.add(f"r{i}", [65 + i], SamplingParams(max_tokens=5000))
+        await harness.read_until(lambda: len(harness.tokens) == 5)
+        harness.send(Shutdown())
+        harness.add("late", [70])
+        await harness.read_until(lambda: harness.last_word is not None)
+        assert {end.finish_reason for end in harness.ends.values()} == {FinishReason.ABORT}
+        assert len(harness.ends) == 6
+    assert harness.cause is None
+
+
+async def test_fifty_requests_sent_during_a_step_are_in_the_next_plan() -> None:
+    in_first_step, may_go_on = threading.Event(), threading.Event()
+    num_rows = []
+
+    def hold_first_step(step: int, plan: SchedulerOutput) -> None:
+        num_rows.append(len(plan.requests))
+        if step == 1:
+            in_first_step.set()
+            may_go_on.wait()
+
+    async with running(hold_first_step, max_num_seqs=64) as harness:
+        harness.add("first", [64])
+        await trio.to_thread.run_sync(in_first_step.wait)
+        for i in range(50):
+            harness.add(f"r{i}", [65])
+        await trio.testing.wait_all_tasks_blocked()
+        may_go_on.set()
+        await harness.read_until(lambda: len(harness.ends) == 51)
+        assert num_rows[:2] == [1, 51]
+
+
+async def test_a_duplicate_id_costs_the_newcomer_alone() -> None:
+    async with running() as harness:
+        harness.add("same", [65])
+        harness.add("same", [66])
+        await harness.read_until(lambda: "same" in harness.ends)
+        assert harness.tokens["same"] == expected_tokens([65], GREEDY, 10)
+
+
+async def test_verbs_are_answered_by_their_ids() -> None:
+    async with running(null_step_ms=1) as harness:
+        harness.add("a", [65] * 40, SamplingParams(max_tokens=5000))
+        await harness.read_until(lambda: "a" in harness.tokens)
+        harness.send(UtilityCall(1, ResetPrefixCache()))
+        harness.send(UtilityCall(2, Pause(PauseMode.KEEP)))
+        await harness.read_until(lambda: {1, 2} <= harness.results.keys())
+        assert harness.results[1].value is False
+        harness.send(UtilityCall(3, Pause(PauseMode.WAIT)))
+        harness.send(UtilityCall(4, Resume()))
+        await harness.read_until(lambda: {3, 4} <= harness.results.keys())
+        assert harness.results[3].failure.type == "Resumed"
+        harness.send(UtilityCall(5, Pause(PauseMode.ABORT)))
+        await harness.read_until(lambda: 5 in harness.results)
+        assert harness.ends["a"].finish_reason is FinishReason.ABORT
+
+
+async def test_a_request_queued_while_paused_can_be_aborted() -> None:
+    async with running() as harness:
+        harness.send(UtilityCall(1, Pause(PauseMode.WAIT)))
+        await harness.read_until(lambda: 1 in harness.results)
+        harness.add("queued", [65])
+        harness.send(AbortRequest([RequestId("queued")]))
+        await harness.read_until(lambda: "queued" in harness.ends)
+        assert harness.tokens["queued"] == []
+
+
+async def test_cancelling_the_server_ends_it_without_a_last_word() -> None:
+    config = EngineConfig(model="null")
+    executor = InlineExecutor(partial(NullModelRunner, config))
+    with trio.move_on_after(0.2) as scope:
+        await EngineCoreServer(config, executor, trio.sleep_forever, lambda message: None).run()
+    assert scope.cancelled_caught
