@@ -1,0 +1,148 @@
+"""Bodies are decoded strictly, and what is refused names the field, what it got and what it wants."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from engine.errors import InvalidRequest
+from web.schemas import decode_chat_completion, decode_completion
+
+MESSAGES = [{"role": "user", "content": "hi"}]
+
+
+def chat(**fields):
+    return decode_chat_completion(json.dumps({"messages": MESSAGES} | fields).encode())
+
+
+REFUSED = [
+    ({"nonsense": 1}, "nonsense", "unknown field 'nonsense'"),
+    ({"max_tokens": "5"}, "max_tokens", "got `str`"),
+    ({"max_tokens": 1.5}, "max_tokens", "got `float`"),
+    ({"temperature": "hot"}, "temperature", "got `str`"),
+    ({"temperature": -1}, "temperature", "from 0 to 2, got -1"),
+    ({"temperature": 2.5}, "temperature", "from 0 to 2, got 2.5"),
+    ({"top_p": 0}, "top_p", "greater than 0"),
+    ({"top_k": -2}, "top_k", "at least -1, got -2"),
+    ({"min_p": 1.1}, "min_p", "from 0 to 1, got 1.1"),
+    ({"n": 0}, "n", "from 1 to 128, got 0"),
+    ({"n": 129}, "n", "from 1 to 128, got 129"),
+    ({"n": True}, "n", "got `bool`"),
+    ({"seed": 2**70}, "seed", "got 1180591620717411303424"),
+    ({"max_tokens": 0}, "max_tokens", "at least 1, got 0"),
+    ({"max_tokens": 3, "min_tokens": 4}, "min_tokens", "from 0 to 3, got 4"),
+    ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "contradicts max_tokens 3"),
+    ({"stop": ["a", ""]}, "stop", "empty string"),
+    ({"stop": [1]}, "stop[0]", "got `int`"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", "got -1"),
+    ({"priority": 2**40}, "priority", "priority"),
+    ({"stream": "yes"}, "stream", "got `str`"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream"),
+    ({"stream": True, "stream_options": {"hm": 1}}, "stream_options.hm", "unknown field"),
+    ({"messages": []}, "messages", "at least one message"),
+    ({"messages": "hi"}, "messages", "got `str`"),
+    ({"messages": [{"role": "king", "content": ""}]}, "messages[0].role", "king"),
+    ({"messages": [{"role": "user"}]}, "messages[0].content", "missing required field"),
+    ({"messages": [{"role": "user", "content": "", "mood": 1}]}, "messages[0].mood", "unknown field"),
+    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0]", "image_url"),
+    ({"logprobs": True}, "logprobs", "not supported yet"),
+    ({"tools": [{}]}, "tools", "not supported yet"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
+    ({"logit_bias": {"5": 1}}, "logit_bias", "not supported yet"),
+    ({"presence_penalty": 0.5}, "presence_penalty", "not supported yet"),
+    ({"repetition_penalty": 1.1}, "repetition_penalty", "not supported yet"),
+    ({"top_logprobs": False}, "top_logprobs", "not supported yet"),
+    ({"echo": True}, "echo", "not supported yet"),
+    (
+        {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+        "messages[0].tool_calls",
+        "not supported",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "says"), REFUSED, ids=[f"{param}-{says}" for _, param, says in REFUSED])
+def test_wrong_field_is_refused_by_name_with_value_and_limit(fields, param, says):
+    with pytest.raises(InvalidRequest) as refusal:
+        _ = chat(**fields).sampling_params(max_tokens=None), chat(**fields).prompt
+    assert refusal.value.param == param
+    assert says in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"5",
+        b"{}x",
+        b'{"temperature": NaN}',
+        b'{"temperature": 1e999}',
+        b'{"user": "\\ud800"}',
+        b'{"user": "\xff"}',
+        b"\xff",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+    ],
+    ids=lambda body: repr(body[:20]),
+)
+def test_what_is_not_a_json_object_in_utf8_is_refused(body):
+    with pytest.raises(InvalidRequest):
+        decode_chat_completion(body)
+
+
+def test_null_means_the_default_in_every_field():
+    nothing = dict.fromkeys(chat().__struct_fields__) | {"messages": MESSAGES}
+    assert chat(**nothing).sampling_params() == chat().sampling_params()
+
+
+def test_sampling_fields_reach_the_parameters():
+    fields = {
+        "n": 2,
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.9,
+        "min_p": 0.1,
+        "seed": 7,
+        "min_tokens": 1,
+        "stop": "x",
+        "stop_token_ids": [4],
+        "ignore_eos": True,
+        "include_stop_str_in_output": True,
+        "skip_special_tokens": False,
+    }
+    params = chat(**fields, max_completion_tokens=9).sampling_params()
+    assert params.max_tokens == 9
+    assert params.stop == ("x",)
+    assert params.stop_token_ids == (4,)
+    for name in fields.keys() - {"stop", "stop_token_ids"}:
+        assert getattr(params, name) == fields[name]
+
+
+def test_developer_is_a_system_turn_and_text_parts_are_lines():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": "x"}, {"role": "user", "content": parts, "name": "me"}]
+    assert chat(messages=messages).prompt == [
+        {"role": "system", "content": "x"},
+        {"role": "user", "content": "a\nb", "name": "me"},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "param", "says"),
+    [
+        (5, "prompt", "got `int`"),
+        ([], "prompt", "empty list"),
+        (["a", 5], "prompt[1]", "got int"),
+        ([[1, "a"]], "prompt[0]", "got list"),
+        ([1.5], "prompt[0]", "got float"),
+        ([True], "prompt[0]", "got bool"),
+        (["a"] * 129, "prompt", "at most 128 prompts, got 129"),
+    ],
+)
+def test_wrong_prompt_is_refused(prompt, param, says):
+    with pytest.raises(InvalidRequest, match=says.replace("[", r"\[")) as refusal:
+        _ = decode_completion(json.dumps({"prompt": prompt}).encode()).prompts
+    assert refusal.value.param == param

@@ -1,0 +1,28 @@
+"""Reads a request's body: JSON, uncompressed, within the limit of size and time."""
+
+from __future__ import annotations
+
+from quart import current_app, request
+from werkzeug.exceptions import RequestEntityTooLarge, RequestTimeout, UnsupportedMediaType
+
+
+async def read_json_body() -> bytes:
+    """Return the bytes of the current request's JSON body, still to be decoded.
+
+    Raises:
+        HTTPException: 415 for another content type or an encoding, 413 above the limit, 408 when it does not come in
+            time; the caller's fault.
+    """
+    if request.mimetype != "application/json":  # which also keeps other sites' pages from posting without being asked
+        raise UnsupportedMediaType(f"Content-Type must be application/json, got {request.mimetype or 'none'!r}")
+    encoding = request.headers.get("Content-Encoding", "identity")
+    if encoding != "identity":
+        raise UnsupportedMediaType(f"Content-Encoding {encoding!r} is not supported; send the body uncompressed")
+    try:
+        return await request.get_data(cache=False, as_text=False, parse_form_data=False)
+    except RequestEntityTooLarge:
+        limit = current_app.config["MAX_CONTENT_LENGTH"]
+        raise RequestEntityTooLarge(f"the body may be at most {limit} bytes") from None
+    except RequestTimeout:
+        limit_s = current_app.config["BODY_TIMEOUT"]
+        raise RequestTimeout(f"the body must be complete within {limit_s} seconds") from None

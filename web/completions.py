@@ -1,0 +1,27 @@
+"""`POST /v1/completions`: text or token ids in, their continuation out; several prompts in one request."""
+
+from __future__ import annotations
+
+from quart import Response
+
+from web.body import read_json_body
+from web.generation import AnswerForm, answer
+from web.schemas import decode_completion
+from web.state import ServerState
+
+FORM = AnswerForm(
+    id_prefix="cmpl",
+    kind="text_completion",
+    chunk_kind="text_completion",
+    opening=None,
+    piece=lambda text: {"text": text},
+    ending={"text": ""},
+    whole=lambda text: {"text": text},
+)
+
+
+async def completions(state: ServerState) -> Response:
+    """Answer the current request; without a limit of its own a completion has 16 tokens, as OpenAI's had."""
+    request = decode_completion(await read_json_body())
+    state.check_accepting(request.model)
+    return await answer(state, FORM, request, request.prompts, request.sampling_params())

@@ -1,0 +1,87 @@
+"""OpenAI's error body, for whatever went wrong and wherever: `{"error": {"message", "type", "param", "code"}}`."""
+
+from __future__ import annotations
+
+import logging
+
+import msgspec
+from quart import Response, request
+from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
+
+from engine.errors import Cause, EngineDeadError, MetronomeError, RequestError
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+"""What `Retry-After` says with 429 and 503."""
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class ServerStopping(RequestError):
+    """The server takes no new work because it is stopping."""
+
+    status_hint = 503
+
+    def __init__(self) -> None:
+        """Say so, and what to do."""
+        super().__init__("the server is stopping and takes no new requests; try another one, or later")
+
+
+class ModelNotFound(RequestError):
+    """The request names a model that is not the one served here."""
+
+    status_hint = 404
+
+
+class GenerationFailed(RequestError):
+    """The engine failed this request alone, with its cause; not the caller's fault."""
+
+    status_hint = 500
+
+    def __init__(self, cause: Cause | None) -> None:
+        """Say what ended the request, without its traceback."""
+        super().__init__(f"the request failed in the engine: {cause or 'unknown cause'}")
+
+
+def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> bytes:
+    """Encode OpenAI's error object; `param` is the request field at fault."""
+    kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    printable = message.encode("utf-8", "replace").decode()
+    return msgspec.json.encode({"error": {"message": printable, "type": kind, "param": param, "code": code}})
+
+
+def describe(error: Exception) -> tuple[int, bytes]:
+    """Return status and body for any failure of a request; what nobody foresaw is logged and said without detail."""
+    if isinstance(error, RequestError):
+        code = "model_not_found" if isinstance(error, ModelNotFound) else None
+        return error.status_hint, error_body(error.status_hint, str(error), param=error.param, code=code)
+    if isinstance(error, EngineDeadError):
+        return error.status_hint, error_body(error.status_hint, f"the engine has ended: {error.cause}")
+    if isinstance(error, HTTPException) and error.code is not None:
+        return error.code, error_body(error.code, _explain(error))
+    if isinstance(error, MetronomeError):
+        return 500, error_body(500, str(error))
+    logger.error("a request failed unexpectedly", exc_info=error)
+    return 500, error_body(500, "internal error; the server's log has the details")
+
+
+def _explain(error: HTTPException) -> str:
+    if isinstance(error, NotFound):
+        return f"this server has no route {request.path!r}"
+    if isinstance(error, MethodNotAllowed):
+        return f"{request.path} does not answer {request.method}; use {', '.join(error.valid_methods or ())}"
+    return error.description or error.name
+
+
+def error_response(error: Exception) -> Response:
+    """Return the HTTP response for a failed request, before any of it was answered."""
+    status, body = describe(error)
+    response = Response(body, status, content_type="application/json")
+    if isinstance(error, HTTPException):
+        for name, value in error.get_headers():
+            if name.lower() not in {"content-type", "content-length"}:
+                response.headers[name] = value
+    if status in {429, 503}:
+        response.headers["Retry-After"] = str(RETRY_AFTER_S)
+    return response

@@ -1,0 +1,288 @@
+"""The bodies of generation requests: OpenAI's fields, vLLM's extras by the same names, decoded strictly.
+
+Every field is obeyed or refused: an unknown one by name, a known one that is not built yet by name unless it has the
+value that asks for nothing. `null` always means the default.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from engine.errors import InvalidRequest
+from engine.sampling_params import OutputKind, SamplingParams
+
+MAX_PROMPTS = 128
+"""Most prompts in one completions request."""
+
+Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+Prompt = str | list[int]
+Neutral = dict[str, tuple[Any, ...]]
+"""Field name → the values, beside null, that ask for nothing."""
+
+_NOT_BUILT: Neutral = {
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "repetition_penalty": (1, 1.0),
+    "length_penalty": (1, 1.0),
+    "logit_bias": ({},),
+    "use_beam_search": (False,),
+    "prompt_logprobs": (),
+    "bad_words": ([],),
+    "allowed_token_ids": (),
+    "structured_outputs": (),
+    "return_token_ids": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "truncate_prompt_tokens": (),
+    "spaces_between_special_tokens": (True,),
+    "add_special_tokens": (True,),
+}
+_NOT_BUILT_IN_CHAT: Neutral = _NOT_BUILT | {
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "parallel_tool_calls": (True, False),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "audio": (),
+    "prediction": (),
+    "reasoning_effort": (),
+    "verbosity": (),
+    "web_search_options": (),
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "metadata": ({},),
+    "echo": (False,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "documents": ([],),
+}
+_NOT_BUILT_IN_COMPLETIONS: Neutral = _NOT_BUILT | {
+    "logprobs": (),
+    "best_of": (1,),
+    "echo": (False,),
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+}
+_NOT_BUILT_IN_MESSAGES: Neutral = {
+    "refusal": (),
+    "annotations": ([],),
+    "audio": (),
+    "function_call": (),
+    "tool_calls": ([],),
+}
+
+
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """What a stream holds beside the text."""
+
+    include_usage: bool | None = None
+
+
+class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The fields that chat and text completions share; see `SamplingParams` for those it bears the names of."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Priority | None = None
+    cache_salt: str | None = None
+    user: str | None = None
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    def sampling_params(self, **defaults: Any) -> SamplingParams:
+        """Return the sampling parameters; what the request leaves open is taken from `defaults`.
+
+        Raises:
+            InvalidRequest: A value is out of range; the caller's fault.
+        """
+        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        kind = OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY
+        chosen = defaults | {name: value for name, value in given.items() if value is not None}
+        return SamplingParams(output_kind=kind, **chosen)
+
+    def check(self) -> None:
+        """Check what spans several fields; raises InvalidRequest."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+
+
+_SAMPLING_FIELDS = tuple(
+    name for name in SamplingParams.__struct_fields__ if name in GenerationRequest.__struct_fields__
+)
+
+
+class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """One turn of a conversation; `content` is text or a list of text parts."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[dict[str, Any]]
+    name: str | None = None
+
+
+class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/chat/completions`."""
+
+    messages: list[ChatMessage]
+    max_completion_tokens: int | None = None
+
+    def check(self) -> None:
+        """Check what spans several fields; raises InvalidRequest."""
+        super().check()
+        if not self.messages:
+            raise InvalidRequest("messages must hold at least one message, got none", param="messages")
+        limits = {self.max_tokens, self.max_completion_tokens} - {None}
+        if len(limits) > 1:
+            raise InvalidRequest(
+                f"max_completion_tokens {self.max_completion_tokens} contradicts max_tokens {self.max_tokens}; "
+                f"give one of them",
+                param="max_completion_tokens",
+            )
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
+
+    @property
+    def prompt(self) -> list[dict[str, str]]:
+        """The conversation as chat templates want it: each content one string; `developer` is `system`'s new name."""
+        prompt = []
+        for index, message in enumerate(self.messages):
+            role = "system" if message.role == "developer" else message.role
+            turn = {"role": role, "content": _text_of(message.content, f"messages[{index}].content")}
+            prompt.append(turn if message.name is None else turn | {"name": message.name})
+        return prompt
+
+
+class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
+    """Body of `POST /v1/completions`; `prompt` is text, token ids, or a list of either."""
+
+    prompt: str | list[Any]
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts one by one; raises InvalidRequest."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if not self.prompt:
+            raise InvalidRequest("prompt must not be an empty list", param="prompt")
+        if _is_token_ids(self.prompt):
+            return [self.prompt]
+        if len(self.prompt) > MAX_PROMPTS:
+            raise InvalidRequest(
+                f"prompt may hold at most {MAX_PROMPTS} prompts, got {len(self.prompt)}", param="prompt"
+            )
+        for index, prompt in enumerate(self.prompt):
+            if not isinstance(prompt, str) and not _is_token_ids(prompt):
+                raise InvalidRequest(
+                    f"prompt[{index}] must be a string or a list of token ids, got {type(prompt).__name__}",
+                    param=f"prompt[{index}]",
+                )
+        return self.prompt
+
+
+RequestT = TypeVar("RequestT", bound=GenerationRequest)
+
+
+def decode_chat_completion(body: bytes) -> ChatCompletionRequest:
+    """Decode and check the body of a chat completion request; raises InvalidRequest naming the field at fault."""
+    fields = _decode_object(body)
+    _drop_neutral(fields, _NOT_BUILT_IN_CHAT, "")
+    messages = fields.get("messages")
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        if isinstance(message, dict):
+            _drop_neutral(message, _NOT_BUILT_IN_MESSAGES, f"messages[{index}].")
+    return _convert(fields, ChatCompletionRequest)
+
+
+def decode_completion(body: bytes) -> CompletionRequest:
+    """Decode and check the body of a completion request; raises InvalidRequest naming the field at fault."""
+    fields = _decode_object(body)
+    _drop_neutral(fields, _NOT_BUILT_IN_COMPLETIONS, "")
+    return _convert(fields, CompletionRequest)
+
+
+def _decode_object(body: bytes) -> dict[str, Any]:
+    try:
+        fields = msgspec.json.decode(body)
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not valid JSON in UTF-8: {error}") from None
+    if not isinstance(fields, dict):
+        raise InvalidRequest(f"the body must be a JSON object, got {type(fields).__name__}")
+    return fields
+
+
+def _drop_neutral(fields: dict[str, Any], not_built: Neutral, where: str) -> None:
+    for name in not_built.keys() & fields.keys():
+        value = fields.pop(name)
+        neutral = not_built[name]
+        if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
+            raise InvalidRequest(f"{where}{name} is not supported yet; leave it out", param=where + name)
+
+
+def _convert(fields: dict[str, Any], kind: type[RequestT]) -> RequestT:
+    try:
+        request = msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise _invalid_field(error) from None
+    request.check()
+    return request
+
+
+_FAULT = re.compile(r"(?P<fault>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
+_UNNAMED = re.compile(r"Object (?P<fault>contains unknown|missing required) field `(?P<field>.*)`", re.DOTALL)
+
+
+def _invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
+    found = _FAULT.fullmatch(str(error))
+    fault, path = (found["fault"], found["path"] or "") if found else (str(error), "")
+    unnamed = _UNNAMED.fullmatch(fault)
+    if unnamed is None:
+        return InvalidRequest(f"{path}: {fault}" if path else fault, param=path or None)
+    field = f"{path}.{unnamed['field']}".lstrip(".")
+    kind = "unknown" if "unknown" in unnamed["fault"] else "missing required"
+    return InvalidRequest(f"{kind} field {field!r}", param=field)
+
+
+def _text_of(content: str | list[dict[str, Any]], where: str) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        if part.keys() != {"type", "text"} or part["type"] != "text" or not isinstance(part["text"], str):
+            raise InvalidRequest(
+                f'{where}[{index}] must be {{"type": "text", "text": "..."}}, got one of type '
+                f"{part.get('type')!r} with fields {sorted(part)}; other parts are not supported yet",
+                param=f"{where}[{index}]",
+            )
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _is_token_ids(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int for item in value)

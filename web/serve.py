@@ -1,0 +1,180 @@
+"""Serves HTTP for an engine: listeners, connections, and the HTTP half of the teardown.
+
+The order of a stop, none of whose parts waits without a bound::
+
+    trigger → 503 for probes and new work, listeners still open
+            → streams go on for `drain_s`, then are aborted; each gets its terminal event, unless its client does not
+              read for `READ_GRACE_S`
+            → listeners close → idle connections close → what is left is cancelled after `GRACE_S`
+
+hypercorn's own `serve` is not used: it swallows KeyboardInterrupt and closes the listeners first. Its classes for one
+connection are (guard.py), with every default that hurts a server of long streams set here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
+from typing import Any
+
+import trio
+from hypercorn.app_wrappers import ASGIWrapper
+from hypercorn.config import Config
+from hypercorn.logging import Logger
+from hypercorn.trio.worker_context import WorkerContext
+from quart_trio import QuartTrio
+
+from engine.client.async_llm import AsyncLLM
+from engine.config import ServeConfig
+from engine.errors import ConfigError
+from web.app import MAX_BODY_BYTES, create_app
+from web.guard import Connection
+from web.state import ServerState
+
+logger = logging.getLogger(__name__)
+
+BACKLOG = 2048
+KEEP_ALIVE_S = 75.0
+"""Longer than the pools of load balancers and clients keep a connection, so that they close first."""
+MAX_HEAD_BYTES = 2**16
+"""Of a request's line and headers; larger ones get 431."""
+MAX_CONNECTIONS = 4096
+"""More are closed at once."""
+READ_GRACE_S = 0.5
+"""How long clients may take to read the end of their aborted streams; who does not read by then is dropped."""
+ABORT_GRACE_S = 5.0
+"""How long the engine may take to end aborted streams: a step."""
+GRACE_S = 1.0
+"""How long other responses may take once the listeners are closed."""
+
+
+@contextlib.asynccontextmanager
+async def open_listeners(config: ServeConfig) -> AsyncIterator[list[trio.SocketListener]]:
+    """Bind the configured address, before a model is loaded; leaving the block closes what `serve` has not closed.
+
+    Raises:
+        ConfigError: The address cannot be had; the operator's fault.
+    """
+    try:
+        listeners = await trio.open_tcp_listeners(config.port, host=config.host, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror or error}; "
+            f"stop what uses the port, or choose --host and --port"
+        ) from error
+    try:
+        yield listeners
+    finally:
+        for listener in listeners:
+            listener.socket.close()
+
+
+async def serve(
+    engine: AsyncLLM,
+    listeners: list[trio.SocketListener],
+    *,
+    shutdown_trigger: Callable[[], Awaitable[None]],
+    state: ServerState | None = None,
+    drain_s: float | None = None,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    task_status: trio.TaskStatus[list[str]] = trio.TASK_STATUS_IGNORED,
+) -> None:
+    """Answer requests until `shutdown_trigger` returns, then stop in order.
+
+    Owns and closes `listeners`. Reports their addresses, as `http://host:port`, through `task_status`. Cancelling it
+    ends everything at once, without terminal events.
+
+    Args:
+        engine: Answers the requests; must outlive this call.
+        listeners: Bound sockets, see `open_listeners`.
+        shutdown_trigger: Returns when the server is to stop.
+        state: Shared with whoever wants to know or to stop new work earlier; a new one by default.
+        drain_s: Seconds that running streams may go on after the trigger; the engine's shutdown timeout by default.
+        max_body_bytes: Larger request bodies are refused with 413.
+        task_status: For `nursery.start`.
+    """
+    state = ServerState(engine) if state is None else state
+    drain_s = engine.config.shutdown_timeout if drain_s is None else drain_s
+    server = _Server(create_app(state, max_body_bytes=max_body_bytes))
+    async with trio.open_nursery() as connections:
+        async with trio.open_nursery() as accepting:
+            serving = partial(trio.serve_listeners, server.handle, listeners, handler_nursery=connections)
+            await accepting.start(serving)
+            task_status.started([_address(listener) for listener in listeners])
+            await shutdown_trigger()
+            await _end_streams(server, state, drain_s)
+            accepting.cancel_scope.cancel()
+        await server.end_connections()
+        connections.cancel_scope.deadline = trio.current_time() + GRACE_S
+
+
+async def _end_streams(server: _Server, state: ServerState, drain_s: float) -> None:
+    state.stop()
+    with trio.move_on_after(drain_s):
+        await state.wait_idle()
+    state.abort_all()
+    with trio.move_on_after(READ_GRACE_S):
+        await state.wait_idle()
+    server.drop_stuck()
+    with trio.move_on_after(ABORT_GRACE_S):
+        await state.wait_idle()
+
+
+class _Server:
+    def __init__(self, app: QuartTrio) -> None:
+        self._app = ASGIWrapper(app)
+        self._config = _hypercorn_config()
+        self._context = WorkerContext(max_requests=None)
+        self._connections: set[Connection] = set()
+
+    async def handle(self, stream: trio.SocketStream) -> None:
+        """Serve one connection to its end; closes `stream`."""
+        if len(self._connections) >= MAX_CONNECTIONS:
+            logger.warning("connection refused: %d are open, the most allowed", MAX_CONNECTIONS)
+            return
+        connection = Connection(self._app, self._config, self._context, stream)
+        self._connections.add(connection)
+        try:
+            await connection.run()
+        finally:
+            self._connections.discard(connection)
+
+    def drop_stuck(self) -> None:
+        """Drop the connections whose clients take nothing in."""
+        for connection in self._connections:
+            connection.drop_if_stuck()
+
+    async def end_connections(self) -> None:
+        """Close idle connections; let the others' responses be their last."""
+        await self._context.terminated.set()
+        for connection in self._connections:
+            connection.close_if_idle()
+
+
+class _HypercornLog(Logger):
+    """hypercorn's log, sent where ours goes; no access log, which web/scope.py writes."""
+
+    def __init__(self, config: Config) -> None:
+        self.access_logger = None
+        self.error_logger = logging.getLogger("web.hypercorn")
+
+    async def access(self, *_: Any) -> None:
+        """Nothing: the application logs its requests itself."""
+
+
+def _hypercorn_config() -> Config:
+    config = Config()
+    config.logger_class = _HypercornLog
+    config.alpn_protocols = ["http/1.1"]
+    config.h11_max_incomplete_size = MAX_HEAD_BYTES
+    config.include_server_header = False
+    config.keep_alive_max_requests = 2**31
+    config.keep_alive_timeout = KEEP_ALIVE_S
+    return config
+
+
+def _address(listener: trio.SocketListener) -> str:
+    host, port = listener.socket.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -1,0 +1,83 @@
+"""What all routes of one server share: the engine, the served name, and whether the server is stopping."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+import trio
+
+from engine.client.async_llm import AsyncLLM
+from web.errors import ModelNotFound, ServerStopping
+
+
+class ServerState:
+    """One server's state; `serve` and the routes share it.
+
+    Attributes:
+        engine: Answers the requests; owned by whoever opened it.
+        model_name: The one name under which it is served.
+        created: Unix time of the start, seconds; reported as the model's.
+        stopping: Set by `stop`: probes and new work get 503, what was accepted goes on.
+        aborting: Set by `abort_all`: what was accepted ends too.
+    """
+
+    def __init__(self, engine: AsyncLLM, *, model_name: str | None = None) -> None:
+        """Serve `engine` under `model_name`, by default the engine's own."""
+        self.engine = engine
+        self.model_name = engine.model_name if model_name is None else model_name
+        self.created = int(time.time())
+        self.stopping = False
+        self.aborting = False
+        self._aborts: set[Callable[[], None]] = set()
+        self._idle = trio.Event()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether new requests have a chance: the engine lives and nobody asked the server to stop."""
+        return self.engine.is_healthy and not self.stopping
+
+    @property
+    def num_open_requests(self) -> int:
+        """Accepted generation requests whose answer is not yet handed to the network."""
+        return len(self._aborts)
+
+    def stop(self) -> None:
+        """Take no new work from now on. Idempotent."""
+        self.stopping = True
+
+    def check_accepting(self, model: str | None) -> None:
+        """Refuse a request for another model, and any request once the server is stopping.
+
+        Raises:
+            ModelNotFound: `model` is given and is not the served name; the caller's fault.
+            ServerStopping: The server is stopping.
+        """
+        if self.stopping:
+            raise ServerStopping
+        if model is not None and model != self.model_name:
+            raise ModelNotFound(f"model {model!r} is not served here; use {self.model_name!r}", param="model")
+
+    @contextlib.contextmanager
+    def answering(self, abort: Callable[[], None]) -> Iterator[None]:
+        """Count one accepted request as open during the block; `abort_all` may call its `abort`."""
+        self._aborts.add(abort)
+        try:
+            yield
+        finally:
+            self._aborts.discard(abort)
+            if not self._aborts:
+                self._idle.set()
+                self._idle = trio.Event()
+
+    def abort_all(self) -> None:
+        """Abort every accepted request; each still gets its terminal event, or 503 if it has not begun."""
+        self.aborting = True
+        for abort in self._aborts:
+            abort()
+
+    async def wait_idle(self) -> None:
+        """Wait until no accepted request is open."""
+        while self._aborts:
+            await self._idle.wait()
