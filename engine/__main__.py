@@ -1,0 +1,5 @@
+"""`python -m engine VERB`."""
+
+from engine.cli import main
+
+main()

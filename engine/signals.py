@@ -1,0 +1,53 @@
+"""What SIGINT and SIGTERM do to a program: the first asks it to stop, the second cancels it, the third ends it.
+
+The handler itself does nothing: Trio's receiver hands the signal to a task. Taken from the program's first moment on,
+so that no signal falls between.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import trio
+
+logger = logging.getLogger(__name__)
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+async def run_until_stopped(body: Callable[[trio.Event], Awaitable[int]]) -> int:
+    """Run `body(stop)` and return its exit code; `stop` is set by the first signal.
+
+    A second signal cancels the body, whatever it is waiting for, and makes the exit code 128 + signal; a third ends
+    the process on the spot.
+    """
+    stop = trio.Event()
+    scope = trio.CancelScope()
+    exit_code = 0
+
+    async def watch(signals: AsyncIterator[int]) -> None:
+        nonlocal exit_code
+        num_signals = 0
+        async for number in signals:
+            num_signals += 1
+            name = signal.Signals(number).name
+            if num_signals == 1:
+                logger.info("%s: stopping (again to stop at once)", name)
+                stop.set()
+            elif num_signals == 2:
+                logger.warning("%s: stopping at once", name)
+                exit_code = 128 + number
+                scope.cancel()
+            else:
+                os._exit(128 + number)
+
+    with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watch, signals)
+            with scope:
+                exit_code = await body(stop)
+            nursery.cancel_scope.cancel()
+    return exit_code
