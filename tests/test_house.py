@@ -1,0 +1,92 @@
+"""The walls hold: linters, types, who imports whom, and what ARCHITECTURE.md says is so."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from engine.request import draw_transitions
+
+ROOT = Path(__file__).parent.parent
+PRODUCT = [path for room in ("engine", "transport", "web", "fuzz") for path in sorted((ROOT / room).rglob("*.py"))]
+
+
+def run(*command: str) -> None:
+    result = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+def test_ruff_finds_nothing() -> None:
+    run("-m", "ruff", "check", ".")
+
+
+def test_ruff_would_format_nothing() -> None:
+    run("-m", "ruff", "format", "--check", ".")
+
+
+@pytest.mark.slow
+def test_types_are_strict() -> None:
+    run("-m", "mypy")
+
+
+@pytest.mark.slow
+def test_nobody_imports_through_a_wall() -> None:
+    run("-c", "from importlinter.cli import lint_imports_command; lint_imports_command()")
+
+
+@pytest.mark.parametrize("path", PRODUCT, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_file_of_ours_imports_asyncio_or_pickle(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import | ast.ImportFrom) else []
+        if isinstance(node, ast.ImportFrom):
+            names.append(node.module or "")
+        assert not {name.split(".")[0] for name in names} & {"asyncio", "pickle", "cloudpickle"}
+
+
+def _claims() -> list[tuple[str, str]]:
+    """Paths and symbols that the table of known names in ARCHITECTURE.md claims to exist."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    table = text[text.index("## Names known from vLLM") :]
+    rows = [line.split("|")[1:-1] for line in table.splitlines() if line.startswith("| ")][1:]
+    return [(row[0].strip(), row[1].strip()) for row in rows if not set(row[0]) <= set("- ")]
+
+
+@pytest.mark.parametrize(("known", "here"), _claims() if (ROOT / "ARCHITECTURE.md").exists() else [])
+def test_every_known_name_lives_where_the_table_says(known: str, here: str) -> None:
+    claims = re.findall(r"`([^`]+)`", here)
+    assert claims or "to come" in here or here == "none", f"{known}: names no place"
+    for claim in claims:
+        path, _, symbol = claim.partition(":")
+        source = ROOT / path
+        if "to come" in here and not source.exists():
+            continue
+        assert source.exists(), f"{known}: {path} does not exist"
+        for name in filter(None, symbol.split(".")):
+            pattern = rf"\b{re.escape(name)}\b"
+            assert re.search(pattern, source.read_text()), f"{known}: {path} has no {name}"
+
+
+def test_the_diagram_of_states_is_drawn_from_the_table() -> None:
+    assert draw_transitions() in (ROOT / "ARCHITECTURE.md").read_text()
+
+
+def test_every_file_of_ours_is_in_the_table_of_rooms() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    for path in PRODUCT:
+        name = path.relative_to(ROOT).as_posix()
+        if path.name != "__init__.py":
+            assert name in text, f"ARCHITECTURE.md does not say what {name} is for"
+
+
+def test_no_machines_path_stands_in_anything_committed() -> None:
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False).stdout.split()
+    for name in files:
+        path = ROOT / name
+        if path.suffix in {".py", ".md", ".toml", ".html", ".js", ".css", ""} and path.is_file():
+            found = re.search(r"(?<![\w.])/(work|farm|root|home)/\w", path.read_text(errors="replace"))
+            assert found is None or path == Path(__file__), f"{name}: {found}"
