@@ -146,7 +146,8 @@ def _serve(options: argparse.Namespace) -> int:
 
 async def _serve_until(config: EngineConfig, serve_config: ServeConfig, stop: trio.Event) -> int:
     """Serve until `stop` or the engine's death; the address is taken before a model is loaded."""
-    from web.serve import open_listeners, serve
+    from web.listeners import open_listeners
+    from web.serve import serve
 
     async def serve_engine(llm: AsyncLLM) -> None:
         over = trio.Event()
@@ -154,7 +155,9 @@ async def _serve_until(config: EngineConfig, serve_config: ServeConfig, stop: tr
             watchers.start_soon(_then, stop.wait, over.set)
             watchers.start_soon(_then, llm.wait_ended, over.set)
             async with trio.open_nursery() as serving:
-                addresses = await serving.start(partial(serve, llm, listeners, shutdown_trigger=over.wait))
+                addresses = await serving.start(
+                    partial(serve, llm, listeners, shutdown_trigger=over.wait, config=serve_config)
+                )
                 _log_ready(llm, addresses)
             watchers.cancel_scope.cancel()
         if llm.death is not None:

@@ -64,6 +64,12 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
     max_num_waiting: Annotated[int, Meta(description="most requests that may wait; more are refused (429)", ge=0)] = (
         1024
     )
+    queue_timeout: (
+        Annotated[
+            float, Meta(description="seconds a request may wait for its first step; then it fails (503)", ge=0, le=1e6)
+        ]
+        | None
+    ) = None
     block_size: Annotated[int, Meta(description="tokens a KV block", ge=1, le=4096)] = 16
     kv_cache_memory_bytes: (
         Annotated[int, Meta(description="memory for keys and values, in bytes; computed when unset", ge=1)] | None
@@ -91,6 +97,9 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
     shutdown_timeout: Annotated[
         float, Meta(description="seconds that running requests may go on after a stop; 0 aborts them", ge=0)
     ] = 0.0
+    chat_template: (
+        Annotated[str, Meta(description="file of a Jinja chat template, in place of the model's own")] | None
+    ) = None
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least severity that is logged")
     ] = "info"
@@ -124,6 +133,25 @@ class ServeConfig(_Settings, frozen=True, kw_only=True):
 
     host: Annotated[str, Meta(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Meta(description="port to listen on; 0 takes a free one", ge=0, le=65535)] = 8000
+    uds: Annotated[str, Meta(description="path of a unix socket to listen on, in place of host and port")] | None = None
+    api_key: (
+        Annotated[str, Meta(description="what clients must send as bearer token; METRONOME_API_KEY does the same")]
+        | None
+    ) = None
+    served_model_name: (
+        Annotated[str, Meta(description="the name under which the model is served; its own when unset")] | None
+    ) = None
+    root_path: Annotated[str, Meta(description="path under which a proxy shows the server, such as /llm")] = ""
+
+    def check_together(self) -> None:
+        """Check the forms of names and paths."""
+        for name in ("uds", "api_key", "served_model_name"):
+            if getattr(self, name) == "":
+                raise ConfigError(f"--{name.replace('_', '-')} must not be empty; leave it out instead")
+        if self.api_key is not None and not (self.api_key.isascii() and self.api_key.isprintable()):
+            raise ConfigError("--api-key must be printable ASCII: it is sent in a header")
+        if self.root_path and (not self.root_path.startswith("/") or self.root_path.endswith("/")):
+            raise ConfigError(f"--root-path must begin with a slash and not end with one, got {self.root_path!r}")
 
 
 class Setting(NamedTuple):

@@ -15,6 +15,8 @@ through `_finish`; what has left is in no queue, no map and no table.
 from __future__ import annotations
 
 import enum
+import math
+from collections import deque
 from collections.abc import Iterable
 
 import msgspec
@@ -65,6 +67,7 @@ class EngineCore:
         self._requests: dict[RequestId, Request] = {}
         self._outputs: list[EngineCoreOutput] = []
         self._finished_ids: list[RequestId] = []
+        self._queue_deadlines: deque[tuple[float, Request]] = deque()
         self._num_arrivals = 0
         self._now = 0.0
         self._step = 0
@@ -90,6 +93,8 @@ class EngineCore:
             self._finish(taken, RequestStatus.FINISHED_ERROR, cause=refusal)
             return
         taken.events.append(EngineCoreEvent("queued", now))
+        if self.config.queue_timeout is not None:
+            self._queue_deadlines.append((now + self.config.queue_timeout, taken))
         self._scheduler.add(taken)
 
     def abort(self, request_ids: Iterable[RequestId], reason: AbortReason = AbortReason.CLIENT) -> None:
@@ -110,10 +115,12 @@ class EngineCore:
     def plan(self, now: float) -> SchedulerOutput | None:
         """Make the next plan, to be executed in this order and then committed or failed.
 
-        Returns None where nothing can run (`waits_for` says why) and no end is left to be told. The plan refers to
-        buffers of the requests that do not change while it is in flight.
+        Ends first whoever has waited for its first step longer than --queue-timeout allows. Returns None where nothing
+        can run (`waits_for` says why) and no end is left to be told. The plan refers to buffers of the requests that
+        do not change while it is in flight.
         """
         self._now = now
+        self._end_overdue(now)
         plan = self._scheduler.schedule(now, tuple(self._finished_ids))
         if plan is not None:
             self._finished_ids.clear()
@@ -219,6 +226,13 @@ class EngineCore:
             return WaitsFor.RESUME
         return None
 
+    @property
+    def next_deadline(self) -> float:
+        """When `plan` must be called again at the latest although nothing else happened; infinity for never."""
+        while self._queue_deadlines and self._queue_deadlines[0][1].status is not RequestStatus.WAITING:
+            self._queue_deadlines.popleft()
+        return self._queue_deadlines[0][0] if self._queue_deadlines else math.inf
+
     def stats(self) -> SchedulerStats:
         """Count requests, blocks and what happened since the start."""
         return SchedulerStats(
@@ -271,6 +285,15 @@ class EngineCore:
             message += f"{self.capacity.block_size} tokens, there are {self._kv_cache.pool.num_blocks}"
             return Cause("PromptTooLong", f"{message}: lower max_tokens or raise --kv-cache-memory-bytes")
         return None
+
+    def _end_overdue(self, now: float) -> None:
+        while self.next_deadline <= now:
+            _, request = self._queue_deadlines.popleft()
+            message = f"the request waited for its first step longer than --queue-timeout {self.config.queue_timeout}"
+            cause = Cause(
+                "QueueTimeout", f"{message} seconds, behind {len(self._scheduler.running)} that run: try later"
+            )
+            self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
 
     def _finish(
         self,

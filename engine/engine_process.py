@@ -41,6 +41,7 @@ from engine.protocol import (
     EngineReady,
 )
 from engine.server import EngineCoreServer
+from engine.task_tree import answer_signals
 from transport.channel import ReceiveChannel, RouterReceiveChannel, SendChannel
 from transport.codec import DecodeError
 from transport.process import Child, child_guard, describe_exit, open_child
@@ -193,7 +194,11 @@ async def _run(engine_index: int, request_address: str, output_address: str) -> 
             executor = InlineExecutor(partial(make_runner, config))
             receive = partial(receiver.receive_many, MAX_RECEIVED)
             server = EngineCoreServer(config, executor, receive, send, engine_index=engine_index)
-            return 0 if await server.run() is None else 1
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(answer_signals)
+                cause = await server.run()
+                nursery.cancel_scope.cancel()
+            return 0 if cause is None else 1
 
 
 async def _configuration(receiver: ReceiveChannel[ClientMessage]) -> EngineConfig:

@@ -66,6 +66,7 @@ async def open_engine(
     token = trio.lowlevel.current_trio_token()
 
     def from_thread(phase: str, done: int, total: int) -> None:
+        trio.from_thread.check_cancelled()  # a conversion that nobody waits for any more ends here
         token.run_sync_soon(progress, phase, done, total)
 
     files = await trio.to_thread.run_sync(open_model, config, from_thread)

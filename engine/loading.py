@@ -10,6 +10,7 @@ import msgspec
 
 from engine.client.tokenizer import Tokenizer, load_tokenizer
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.executor.base import Progress
 from engine.models import NULL_MODEL
 from engine.models.store import resolve
@@ -37,13 +38,23 @@ def open_model(config: EngineConfig, progress: Progress) -> ModelFiles:
         ModelError: Its files cannot be used.
     """
     name = config.model
+    template = None if config.chat_template is None else _read_template(config.chat_template)
     if name == NULL_MODEL:
-        tokenizer = load_tokenizer(NULL_MODEL)
+        tokenizer = load_tokenizer(NULL_MODEL, template)
     else:
         folder = resolve(name, progress)
-        tokenizer = load_tokenizer(folder)
+        tokenizer = load_tokenizer(folder, template)
         config = msgspec.structs.replace(config, model=str(folder))
         name = Path(name).name
     if config.prefix_hash_seed is None:
         config = msgspec.structs.replace(config, prefix_hash_seed=secrets.token_hex(16))
     return ModelFiles(config, tokenizer, name)
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--chat-template {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--chat-template {path} is not text in UTF-8: {error}") from error

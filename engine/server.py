@@ -173,12 +173,13 @@ class EngineCoreServer:
                 elif self._is_stopping and not core.has_work:
                     return
                 else:
-                    await self._wait_for_input()
+                    await self._wait_for_input(core.next_deadline)
 
-    async def _wait_for_input(self) -> None:
+    async def _wait_for_input(self, deadline: float) -> None:
         if not self._waiting:
             self._woken = trio.Event()
-            await self._woken.wait()
+            with trio.move_on_at(deadline):
+                await self._woken.wait()
 
     async def _finish(self, core: EngineCore, step: _InFlight) -> None:
         """Wait for the oldest step, take the inputs that came meanwhile, and commit."""

@@ -13,16 +13,20 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import trio
 
+from engine.task_tree import answer_signals
+
 logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+AT_ONCE_S = 0.3
+"""What a cancelled body may take for its clean-up after the second signal: a step that is stuck is not waited for."""
 
 
 async def run_until_stopped(body: Callable[[trio.Event], Awaitable[int]]) -> int:
     """Run `body(stop)` and return its exit code; `stop` is set by the first signal.
 
-    A second signal cancels the body, whatever it is waiting for, and makes the exit code 128 + signal; a third ends
-    the process on the spot.
+    A second signal cancels the body, whatever it is waiting for, and makes the exit code 128 + signal; after
+    `AT_ONCE_S`, or a third signal, the process ends on the spot, and with it its children (transport/process.py).
     """
     stop = trio.Event()
     scope = trio.CancelScope()
@@ -41,13 +45,20 @@ async def run_until_stopped(body: Callable[[trio.Event], Awaitable[int]]) -> int
                 logger.warning("%s: stopping at once", name)
                 exit_code = 128 + number
                 scope.cancel()
+                nursery.start_soon(_exit_after, AT_ONCE_S, exit_code)
             else:
                 os._exit(128 + number)
 
     with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watch, signals)
+            await nursery.start(answer_signals)
             with scope:
                 exit_code = await body(stop)
             nursery.cancel_scope.cancel()
     return exit_code
+
+
+async def _exit_after(grace_s: float, exit_code: int) -> None:
+    await trio.sleep(grace_s)
+    os._exit(exit_code)

@@ -8,9 +8,15 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import json
+import re
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, ClassVar
 
 import pytest
 
@@ -68,3 +74,107 @@ def nothing_is_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
 def smollm2_folder() -> Path:
     """The real default model; fetched and converted once into METRONOME_CACHE or the default cache folder."""
     return resolve(DEFAULT)
+
+
+ROOT = Path(__file__).parent.parent
+
+
+class ServerProcess:
+    """`python -m engine serve` as a user runs it; its log is read as it comes."""
+
+    LONG: ClassVar[dict[str, Any]] = {"prompt": "go on", "max_tokens": 8000, "stream": True, "ignore_eos": True}
+
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+        where = () if "--uds" in arguments or "--port" in arguments else ("--port", "0")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "engine", "serve", *arguments, *where],
+            cwd=ROOT,
+            env={**os.environ, **(env or {})},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self._news = threading.Condition()
+        self._has_ended = False
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        for line in self.process.stderr:
+            with self._news:
+                self.lines.append(line.rstrip())
+                self._news.notify_all()
+        with self._news:
+            self._has_ended = True
+            self._news.notify_all()
+
+    def wait_line(self, pattern: str) -> re.Match[str]:
+        def found() -> re.Match[str] | None:
+            return next(filter(None, (re.search(pattern, line) for line in self.lines)), None)
+
+        with self._news:
+            self._news.wait_for(lambda: found() or self._has_ended, timeout=60)
+            match = found()
+            assert match, "\n".join(self.lines)
+            return match
+
+    @property
+    def url(self) -> str:
+        return self.wait_line(r"ready: .* on (http://[\d.:]+)")[1]
+
+    @property
+    def engine_pid(self) -> int:
+        return int(self.wait_line(r"engine process (\d+)")[1])
+
+    @property
+    def children(self) -> list[int]:
+        pid = self.process.pid
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    def get(self, path: str) -> Any:
+        return urllib.request.urlopen(self.url + path, timeout=60)
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(self.url + path, json.dumps(body).encode(), headers)
+        return urllib.request.urlopen(request, timeout=60)
+
+    @staticmethod
+    def events(response: Any) -> list[Any]:
+        """Read a stream to its end and return its events' data, decoded; `[DONE]` stays text."""
+        datas = [line.decode().strip()[6:] for line in response if line.startswith(b"data: ")]
+        return [data if data == "[DONE]" else json.loads(data) for data in datas]
+
+    def open_streams(self, number: int) -> list[Any]:
+        """Open streams and read a first event of each, so that all are under way."""
+        responses = [self.post("/v1/completions", self.LONG) for _ in range(number)]
+        for response in responses:
+            assert response.readline().startswith(b"data: ")
+        return responses
+
+    def close(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self._reader.join()
+        self.process.stderr.close()
+
+    def wait(self) -> int:
+        """Wait for the orderly end and return the exit code."""
+        code = self.process.wait(timeout=20)
+        self._reader.join()
+        return code
+
+
+@pytest.fixture
+def start_server() -> Iterator[Callable[..., ServerProcess]]:
+    """Starts `serve` with the given arguments; what still runs after the test is killed."""
+    servers: list[ServerProcess] = []
+
+    def start(*arguments: str, env: dict[str, str] | None = None) -> ServerProcess:
+        servers.append(ServerProcess(*arguments, env=env))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()

@@ -543,6 +543,77 @@ def test_resetting_the_running_preempts_all_in_order_and_they_compute_everything
     assert_empty(driver)
 
 
+# The queue time-out
+
+
+def queue_driver(**settings: object) -> CoreDriver:
+    return make_driver(max_num_seqs=1, queue_timeout=10.0, **settings)  # the driver's clock ticks once a call
+
+
+def test_a_request_never_admitted_within_the_queue_timeout_ends_with_its_cause() -> None:
+    driver = queue_driver()
+    driver.add("runs", prompt(4), max_tokens=50)
+    driver.step()
+    driver.add("waits", prompt(4), max_tokens=5)
+    assert driver.core.next_deadline == driver.now + 10.0
+    while "waits" not in driver.completions or driver.completions[RequestId("waits")].finish_reason is None:
+        assert driver.now < 30.0
+        driver.step()
+    completion = driver.completions[RequestId("waits")]
+    assert completion.finish_reason is FinishReason.ERROR
+    assert completion.outputs[-1].error.type == "QueueTimeout"
+    assert "--queue-timeout 10.0" in completion.outputs[-1].error.message
+    assert driver.run()[RequestId("runs")].token_ids == driver.expected("runs", 50)
+    assert_empty(driver)
+
+
+def test_what_was_admitted_is_never_timed_out_also_not_while_preempted() -> None:
+    driver = make_driver(queue_timeout=10.0, num_gpu_blocks_override=17, enable_prefix_caching=False)
+    for name in "abcdef":
+        driver.add(name, prompt(4), max_tokens=40)
+    driver.plan()
+    assert driver.core.next_deadline == float("inf")
+    driver.finish_step()
+    for name, completion in driver.run().items():
+        assert completion.token_ids == driver.expected(name, 40)
+    assert driver.core.stats().num_preemptions > 0
+
+
+def test_the_deadline_is_that_of_the_oldest_that_still_waits() -> None:
+    driver = queue_driver()
+    for name in ("runs", "first", "second"):
+        driver.add(name, prompt(4), max_tokens=50)
+    driver.plan()
+    assert driver.core.next_deadline == 12.0
+    driver.abort("first")
+    assert driver.core.next_deadline == 13.0
+    driver.abort("second", "runs")
+    assert driver.core.next_deadline == float("inf")
+    driver.run()
+    assert not driver.core._queue_deadlines
+    assert_empty(driver)
+
+
+def test_a_paused_engine_times_its_queue_out_too() -> None:
+    driver = queue_driver()
+    driver.core.pause(PauseMode.WAIT)
+    driver.add("waits", prompt(4), max_tokens=5)
+    assert driver.core.plan(driver.core.next_deadline - 0.1) is None
+    assert driver.core.waits_for is WaitsFor.RESUME
+    plan = driver.core.plan(driver.core.next_deadline)
+    assert plan.finished_request_ids == ("waits",)
+    (output,) = driver.core.take_outputs()
+    assert output.error.type == "QueueTimeout"
+    driver.core.check_invariants()
+
+
+def test_without_a_queue_timeout_nothing_is_remembered() -> None:
+    driver = make_driver(max_num_seqs=1)
+    driver.add("runs", prompt(4))
+    driver.add("waits", prompt(4))
+    assert driver.core.next_deadline == float("inf")
+
+
 def test_run_core_drives_a_core_of_the_callers_own() -> None:
     config = EngineConfig.of(model="null")
     runner = NullModelRunner(config)

@@ -272,3 +272,12 @@ async def test_cancelling_the_server_ends_it_without_a_last_word() -> None:
     with trio.move_on_after(0.2) as scope:
         await EngineCoreServer(config, executor, trio.sleep_forever, lambda message: None).run()
     assert scope.cancelled_caught
+
+
+async def test_a_quiet_engine_wakes_for_the_queue_timeout() -> None:
+    async with running(queue_timeout=0.05) as harness:
+        harness.send(UtilityCall(1, Pause(PauseMode.WAIT)))
+        await harness.read_until(lambda: 1 in harness.results)
+        harness.add("queued", [65])
+        await harness.read_until(lambda: "queued" in harness.ends)
+        assert harness.ends["queued"].error.type == "QueueTimeout"

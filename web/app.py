@@ -6,21 +6,23 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from importlib import resources
-from typing import Any
+from typing import Any, cast
 
 from quart import Response
 from quart_trio import QuartTrio
 
+from web.access import KeyCheck
 from web.chat import chat_completions
 from web.completions import completions
 from web.errors import error_response
 from web.operations import health, metrics, metrics_registry, model, models, version
-from web.scope import RequestScopes
+from web.scope import App, RequestScopes
 from web.state import ServerState
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 64 * 2**20
+MAX_BODY_BYTES = 16 * 2**20
+"""Decoding is not interruptible: a body of this size holds up the other streams for a fraction of a second."""
 BODY_TIMEOUT_S = 60
 
 _PAGE_POLICY = (
@@ -28,10 +30,13 @@ _PAGE_POLICY = (
 )
 
 
-def create_app(state: ServerState, *, max_body_bytes: int = MAX_BODY_BYTES) -> QuartTrio:
+def create_app(
+    state: ServerState, *, max_body_bytes: int = MAX_BODY_BYTES, api_key: str | None = None, root_path: str = ""
+) -> QuartTrio:
     """Build the application that answers for `state.engine`; it owns nothing that needs closing.
 
-    A request body above `max_body_bytes` is refused with 413.
+    A request body above `max_body_bytes` is refused with 413. With an `api_key` all but the open routes want it.
+    `root_path` is taken off the paths that begin with it.
     """
     app = _App("web", static_folder=None)
     app.config.update(
@@ -51,7 +56,10 @@ def create_app(state: ServerState, *, max_body_bytes: int = MAX_BODY_BYTES) -> Q
     _add(app, "GET", "/metrics", partial(metrics, metrics_registry(state)))
     _add(app, "GET", "/", partial(_index, page))
     app.register_error_handler(Exception, _answer_error)
-    app.asgi_app = RequestScopes(app.asgi_app)  # type: ignore[method-assign, assignment, arg-type]
+    answer = cast(App, app.asgi_app)
+    app.asgi_app = RequestScopes(  # type: ignore[method-assign, assignment]
+        answer if api_key is None else KeyCheck(answer, api_key), root_path=root_path
+    )
     return app
 
 

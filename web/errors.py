@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER_S = 1
 """What `Retry-After` says with 429 and 503."""
 
-_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_TYPES = {403: "permission_error", 429: "rate_limit_error"}
 
 
 class ServerStopping(RequestError):
@@ -40,8 +40,10 @@ class GenerationFailed(RequestError):
     status_hint = 500
 
     def __init__(self, cause: Cause | None) -> None:
-        """Say what ended the request, without its traceback."""
+        """Say what ended the request, without its traceback; one that only waited too long may be tried again."""
         super().__init__(f"the request failed in the engine: {cause or 'unknown cause'}")
+        if cause is not None and cause.type == "QueueTimeout":
+            self.status_hint = 503
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> bytes:

@@ -61,9 +61,10 @@ class RequestScope:
 class RequestScopes:
     """ASGI middleware: opens a `RequestScope` for each HTTP request around `app`."""
 
-    def __init__(self, app: App) -> None:
-        """Wrap `app`, a Quart application's ASGI callable."""
+    def __init__(self, app: App, *, root_path: str = "") -> None:
+        """Wrap `app`, an ASGI callable; `root_path` is taken off the paths that begin with it."""
         self._app = app
+        self._root_path = root_path
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
         """Answer one request; leaving the call has ended all that belongs to it."""
@@ -83,6 +84,8 @@ class RequestScopes:
             if absolute is None:
                 return await _refuse_target(scope["path"], send)
             scope["path"] = absolute["path"] or "/"
+        if self._root_path and f"{scope['path']}/".startswith(f"{self._root_path}/"):
+            scope["path"] = scope["path"].removeprefix(self._root_path) or "/"
         return await self._app(scope, receive, send)
 
 

@@ -13,9 +13,10 @@ connection are (guard.py), with every default that hurts a server of long stream
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+import resource
+import socket
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -28,20 +29,24 @@ from quart_trio import QuartTrio
 
 from engine.client.async_llm import AsyncLLM
 from engine.config import ServeConfig
-from engine.errors import ConfigError
+from web.access import api_key_of
 from web.app import MAX_BODY_BYTES, create_app
 from web.guard import Connection
+from web.listeners import address_of
 from web.state import ServerState
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 2048
 KEEP_ALIVE_S = 75.0
 """Longer than the pools of load balancers and clients keep a connection, so that they close first."""
 MAX_HEAD_BYTES = 2**16
 """Of a request's line and headers; larger ones get 431."""
 MAX_CONNECTIONS = 4096
-"""More are closed at once."""
+"""More are closed at once; fewer where the process may not have so many descriptors open."""
+RESERVED_DESCRIPTORS = 128
+"""Kept from connections, for models, logs, sockets and the engine's process."""
+KEEP_ALIVE_PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
+"""A client whose machine or network is gone says nothing: after 30 s its connection is closed."""
 READ_GRACE_S = 0.5
 """How long clients may take to read the end of their aborted streams; who does not read by then is dropped."""
 ABORT_GRACE_S = 5.0
@@ -50,32 +55,12 @@ GRACE_S = 1.0
 """How long other responses may take once the listeners are closed."""
 
 
-@contextlib.asynccontextmanager
-async def open_listeners(config: ServeConfig) -> AsyncIterator[list[trio.SocketListener]]:
-    """Bind the configured address, before a model is loaded; leaving the block closes what `serve` has not closed.
-
-    Raises:
-        ConfigError: The address cannot be had; the operator's fault.
-    """
-    try:
-        listeners = await trio.open_tcp_listeners(config.port, host=config.host, backlog=BACKLOG)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror or error}; "
-            f"stop what uses the port, or choose --host and --port"
-        ) from error
-    try:
-        yield listeners
-    finally:
-        for listener in listeners:
-            listener.socket.close()
-
-
 async def serve(
     engine: AsyncLLM,
     listeners: list[trio.SocketListener],
     *,
     shutdown_trigger: Callable[[], Awaitable[None]],
+    config: ServeConfig | None = None,
     state: ServerState | None = None,
     drain_s: float | None = None,
     max_body_bytes: int = MAX_BODY_BYTES,
@@ -83,26 +68,29 @@ async def serve(
 ) -> None:
     """Answer requests until `shutdown_trigger` returns, then stop in order.
 
-    Owns and closes `listeners`. Reports their addresses, as `http://host:port`, through `task_status`. Cancelling it
+    Owns and closes `listeners`. Reports their addresses through `task_status`. Cancelling it
     ends everything at once, without terminal events.
 
     Args:
         engine: Answers the requests; must outlive this call.
         listeners: Bound sockets, see `open_listeners`.
         shutdown_trigger: Returns when the server is to stop.
+        config: Names, key and path under which it is served; where it listens is up to `listeners`.
         state: Shared with whoever wants to know or to stop new work earlier; a new one by default.
         drain_s: Seconds that running streams may go on after the trigger; the engine's shutdown timeout by default.
         max_body_bytes: Larger request bodies are refused with 413.
         task_status: For `nursery.start`.
     """
-    state = ServerState(engine) if state is None else state
+    config = ServeConfig() if config is None else config
+    state = ServerState(engine, model_name=config.served_model_name) if state is None else state
     drain_s = engine.config.shutdown_timeout if drain_s is None else drain_s
-    server = _Server(create_app(state, max_body_bytes=max_body_bytes))
+    app = create_app(state, max_body_bytes=max_body_bytes, api_key=api_key_of(config), root_path=config.root_path)
+    server = _Server(app)
     async with trio.open_nursery() as connections:
         async with trio.open_nursery() as accepting:
             serving = partial(trio.serve_listeners, server.handle, listeners, handler_nursery=connections)
             await accepting.start(serving)
-            task_status.started([_address(listener) for listener in listeners])
+            task_status.started([address_of(listener) for listener in listeners])
             await shutdown_trigger()
             await _end_streams(server, state, drain_s)
             accepting.cancel_scope.cancel()
@@ -112,14 +100,26 @@ async def serve(
 
 async def _end_streams(server: _Server, state: ServerState, drain_s: float) -> None:
     state.stop()
-    with trio.move_on_after(drain_s):
-        await state.wait_idle()
+    await _wait_streams(state, drain_s)
     state.abort_all()
     with trio.move_on_after(READ_GRACE_S):
         await state.wait_idle()
     server.drop_stuck()
-    with trio.move_on_after(ABORT_GRACE_S):
-        await state.wait_idle()
+    await _wait_streams(state, ABORT_GRACE_S)
+
+
+async def _wait_streams(state: ServerState, timeout_s: float) -> None:
+    """Wait until no stream is open, for at most `timeout_s`; a dead engine is not waited for."""
+    with trio.move_on_after(timeout_s):
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(_cancel_after, state.engine.wait_ended, nursery.cancel_scope)
+            await state.wait_idle()
+            nursery.cancel_scope.cancel()
+
+
+async def _cancel_after(wait: Callable[[], Awaitable[None]], scope: trio.CancelScope) -> None:
+    await wait()
+    scope.cancel()
 
 
 class _Server:
@@ -128,12 +128,15 @@ class _Server:
         self._config = _hypercorn_config()
         self._context = WorkerContext(max_requests=None)
         self._connections: set[Connection] = set()
+        self._max_connections = _max_connections()
 
     async def handle(self, stream: trio.SocketStream) -> None:
         """Serve one connection to its end; closes `stream`."""
-        if len(self._connections) >= MAX_CONNECTIONS:
-            logger.warning("connection refused: %d are open, the most allowed", MAX_CONNECTIONS)
+        if len(self._connections) >= self._max_connections:
+            logger.warning("connection refused: %d are open, the most allowed", self._max_connections)
+            await stream.aclose()
             return
+        _probe_when_quiet(stream)
         connection = Connection(self._app, self._config, self._context, stream)
         self._connections.add(connection)
         try:
@@ -175,6 +178,17 @@ def _hypercorn_config() -> Config:
     return config
 
 
-def _address(listener: trio.SocketListener) -> str:
-    host, port = listener.socket.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+def _max_connections() -> int:
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(1, min(MAX_CONNECTIONS, descriptors - RESERVED_DESCRIPTORS))
+
+
+def _probe_when_quiet(stream: trio.SocketStream) -> None:
+    if stream.socket.family == socket.AF_UNIX:
+        return
+    stream.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEP_ALIVE_PROBES.items():
+        if hasattr(socket, name):  # not all systems name them so
+            stream.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -13,7 +13,8 @@ import trio
 
 from engine.config import ServeConfig
 from engine.launch import open_engine
-from web.serve import open_listeners, serve
+from web.listeners import open_listeners
+from web.serve import serve
 from web.state import ServerState
 
 

@@ -12,7 +12,7 @@ from engine.client.input_processor import InputProcessor
 from engine.config import ServeConfig
 from engine.errors import ConfigError
 from web import sse
-from web.serve import open_listeners
+from web.listeners import open_listeners
 
 
 async def read_to_end(stream):

@@ -1,0 +1,83 @@
+"""What a process does right now, for whoever asks it with a signal: where to look when something hangs.
+
+SIGUSR1 writes the tree of Trio's tasks to standard error, each with the line at which it waits; it needs a loop that
+still turns. SIGUSR2 writes the Python stack of every thread and needs nothing but the interpreter.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import PurePath
+from types import FrameType
+from typing import Any
+
+import trio
+
+MAX_ALIKE = 3
+"""Of sibling tasks that wait at the same lines, so many are shown; the rest are counted."""
+
+_TRIO = str(PurePath(trio.__file__).parent)
+
+
+async def answer_signals(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    """Write a tree at each SIGUSR1 until cancelled, and have SIGUSR2 write stacks. In the main thread only."""
+    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    try:
+        with trio.open_signal_receiver(signal.SIGUSR1) as signals:
+            task_status.started()
+            async for _ in signals:
+                sys.stderr.write(f"tasks of process {os.getpid()}:\n{draw_tasks()}\n")
+                sys.stderr.flush()
+    finally:
+        faulthandler.unregister(signal.SIGUSR2)
+
+
+def draw_tasks() -> str:
+    """Return the tree of all tasks as text, one line a task or nursery."""
+    root = trio.lowlevel.current_root_task()
+    return "no tasks" if root is None else "\n".join(_draw(root, ""))
+
+
+def _draw(task: trio.lowlevel.Task, indent: str) -> Iterator[str]:
+    where = _where(task)
+    yield f"{indent}{task.name}{' at ' if where else ''}{' < '.join(where)}"
+    for nursery in task.child_nurseries:
+        yield f"{indent}  nursery of {len(nursery.child_tasks)}{_state(nursery.cancel_scope)}"
+        alike: Counter[tuple[str, ...]] = Counter()
+        for child in sorted(nursery.child_tasks, key=lambda child: child.name):
+            kind = (child.name, *_where(child))
+            alike[kind] += 1
+            if alike[kind] <= MAX_ALIKE:
+                yield from _draw(child, indent + "    ")
+        for kind, number in alike.items():
+            if number > MAX_ALIKE:
+                yield f"{indent}    ... {number} such tasks: {kind[0]}"
+
+
+def _state(scope: trio.CancelScope) -> str:
+    words = ["cancelled"] if scope.cancel_called else []
+    words += ["shielded"] if scope.shield else []
+    if scope.deadline != float("inf"):
+        words.append(f"ends in {scope.deadline - trio.current_time():.1f} s")
+    return f" ({', '.join(words)})" if words else ""
+
+
+def _where(task: trio.lowlevel.Task) -> tuple[str, ...]:
+    """Return the lines at which a suspended task waits, innermost first, Trio's own left out."""
+    lines: list[str] = []
+    awaited: Any = task.coro
+    while awaited is not None:
+        frame: FrameType | None = next(
+            (getattr(awaited, name) for name in ("cr_frame", "gi_frame", "ag_frame") if hasattr(awaited, name)), None
+        )
+        if frame is not None and not frame.f_code.co_filename.startswith(_TRIO):
+            path = PurePath(frame.f_code.co_filename)
+            lines.append(f"{path.parent.name}/{path.name}:{frame.f_lineno} {frame.f_code.co_name}")
+        names = ("cr_await", "gi_yieldfrom", "ag_await")
+        awaited = next((getattr(awaited, name) for name in names if hasattr(awaited, name)), None)
+    return tuple(reversed(lines))

@@ -1,0 +1,110 @@
+"""Where the server listens: a TCP address or a unix socket, taken before a model is loaded.
+
+A unix socket is its owner's alone (mode 0600) before anybody can connect. A file that a killed server left is replaced,
+one that a living server answers on is not; the folder is locked meanwhile, so that of two servers that start at once
+one gets the path and the other an error. The file is removed at the end, unless it is another server's by then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import socket
+import stat
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import trio
+
+from engine.config import ServeConfig
+from engine.errors import ConfigError
+
+BACKLOG = 2048
+
+
+@contextlib.asynccontextmanager
+async def open_listeners(config: ServeConfig) -> AsyncIterator[list[trio.SocketListener]]:
+    """Bind the configured address, before a model is loaded; leaving the block closes what `serve` has not closed.
+
+    Raises:
+        ConfigError: The address cannot be had; the operator's fault.
+    """
+    if config.uds is not None:
+        with _unix_listener(Path(config.uds)) as listener:
+            yield [listener]
+        return
+    try:
+        listeners = await trio.open_tcp_listeners(config.port, host=config.host, backlog=BACKLOG)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {config.host}:{config.port}: {error.strerror or error}; "
+            f"stop what uses the port, or choose --host and --port"
+        ) from error
+    try:
+        yield listeners
+    finally:
+        for listener in listeners:
+            listener.socket.close()
+
+
+def address_of(listener: trio.SocketListener) -> str:
+    """Return where clients find `listener`: `http://host:port`, or `unix:path`."""
+    name = listener.socket.getsockname()
+    if listener.socket.family == socket.AF_UNIX:
+        return f"unix:{name}"
+    host, port = name[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+@contextlib.contextmanager
+def _unix_listener(path: Path) -> Iterator[trio.SocketListener]:
+    server = socket.socket(socket.AF_UNIX)
+    try:
+        with _folder_locked(path.parent):
+            _remove_stale(path)
+            server.bind(str(path))
+            path.chmod(0o600)  # nobody can connect before listen
+            own = path.stat()
+            server.listen(BACKLOG)
+    except OSError as error:
+        server.close()
+        raise ConfigError(f"cannot listen on --uds {path}: {error.strerror or error}; choose another path") from error
+    listener = trio.SocketListener(trio.socket.from_stdlib_socket(server))
+    try:
+        yield listener
+    finally:
+        listener.socket.close()
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(path.stat(), own):
+                path.unlink()
+
+
+@contextlib.contextmanager
+def _folder_locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _remove_stale(path: Path) -> None:
+    """Remove a socket on which nobody listens; raises OSError where something else stands there."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(mode):
+        raise FileExistsError(0, "a file that is no socket stands there")
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            path.unlink()
+            return
+        except BlockingIOError:
+            pass  # its backlog is full: it lives
+    raise FileExistsError(0, "another server listens there")
