@@ -27,6 +27,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import Cause, ConfigError, ExecutorDead, ModelError
 from engine.executor.base import Execution, Executor
+from engine.metrics import SchedulerStats
 from engine.outputs import SchedulerOutput
 from engine.protocol import (
     AbortReason,
@@ -82,6 +83,7 @@ class EngineCoreServer:
         self._pausing: list[UtilityCall] = []
         self._results: list[UtilityResult] = []
         self._outbox_send, self._outbox_receive = trio.open_memory_channel[EngineMessage](float("inf"))
+        self._told_stats: SchedulerStats | None = None
         self._failed_last_step = False
         self._newest_step = 0
         self._follows_failure_until = 0
@@ -167,7 +169,7 @@ class EngineCoreServer:
                     in_flight.append(_InFlight(plan, self._executor.execute(plan)))
                     self._newest_step = plan.step
                     self._take_inputs(core)
-                self._tell(core)
+                self._tell(core, is_quiet=not in_flight)
                 if in_flight:
                     await self._finish(core, in_flight.popleft())
                 elif self._is_stopping and not core.has_work:
@@ -262,14 +264,18 @@ class EngineCoreServer:
         self._results.extend(UtilityResult(call.call_id, failure=failure) for call in self._pausing)
         self._pausing.clear()
 
-    def _tell(self, core: EngineCore, step: int = 0) -> None:
-        """Queue whatever the core has to say; statistics go with it, and whenever a step was done."""
+    def _tell(self, core: EngineCore, step: int = 0, *, is_quiet: bool = False) -> None:
+        """Queue whatever the core has to say; statistics go with it, whenever a step was done, and before it is quiet.
+
+        Without the last the queue of a paused engine would grow unseen.
+        """
         stats = core.stats()
         if core.is_paused:
             self._answer_pauses(None)
         outputs = core.take_outputs()
-        if not (step or outputs or self._results):
+        if not (step or outputs or self._results or (is_quiet and stats != self._told_stats)):
             return
+        self._told_stats = stats
         results, self._results = self._results, []
         self._outbox_send.send_nowait(
             EngineCoreOutputs(
