@@ -204,6 +204,8 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
         return self.prompt
 
 
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
+
 RequestT = TypeVar("RequestT", bound=GenerationRequest)
 
 
@@ -231,7 +233,8 @@ def _decode_object(body: bytes) -> dict[str, Any]:
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not valid JSON in UTF-8: {error}") from None
+        hint = "; a lone surrogate, written as \\ud800 to \\udfff, is no text" if _SURROGATE.search(body) else ""
+        raise InvalidRequest(f"the body is not valid JSON in UTF-8: {error}{hint}") from None
     if not isinstance(fields, dict):
         raise InvalidRequest(f"the body must be a JSON object, got {type(fields).__name__}")
     return fields

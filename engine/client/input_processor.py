@@ -56,13 +56,16 @@ class InputProcessor:
         """Turn a prompt into token ids; text is None where ids were given.
 
         Raises:
+            PromptTooLong: The text cannot fit the context; the caller's fault.
             InvalidRequest: The prompt is empty, of no known form, or the template refuses it; the caller's fault.
         """
         if isinstance(prompt, str):
-            ids = self._tokenizer.encode(prompt)
             text: str | None = prompt
+            self._check_length(prompt)
+            ids = self._tokenizer.encode(prompt)
         elif isinstance(prompt, Sequence) and prompt and all(isinstance(part, Mapping) for part in prompt):
             text = self._tokenizer.apply_chat_template(prompt)
+            self._check_length(text)
             ids = self._tokenizer.encode(text, add_special_tokens=False)
         elif isinstance(prompt, Sequence) and all(type(part) is int for part in prompt):
             text, ids = None, list(cast("Sequence[int]", prompt))
@@ -128,6 +131,16 @@ class InputProcessor:
             client_key=options.client_key,
             cache_salt=options.cache_salt,
         )
+
+    def _check_length(self, text: str) -> None:
+        """Refuse, before the work of tokenizing it, a text that cannot fit however it is tokenized."""
+        max_chars = self._max_model_len * self._tokenizer.max_token_chars
+        if len(text) > max_chars:
+            raise PromptTooLong(
+                f"the prompt has {len(text)} characters, and at most {max_chars} can fit the context of "
+                f"{self._max_model_len} tokens: shorten it",
+                param="prompt",
+            )
 
     def _check_ids(self, ids: list[int]) -> None:
         low, high = min(ids), max(ids)

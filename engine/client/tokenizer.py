@@ -32,6 +32,7 @@ class Tokenizer:
         eos_token_ids: All that end a text, by generation_config.json, config.json and the tokenizer, in that order.
         special_token_ids: What `skip_special_tokens` leaves out.
         vocab_size: Number of tokens, added ones included.
+        max_token_chars: Length of the longest token; a text of more characters than that many a token is longer.
         is_byte_level: Whether tokens are bytes in disguise, so that a text is the plain sum of its tokens' bytes.
         falls_back_to_bytes: Whether characters without a token are spelled as tokens like <0xE4>.
     """
@@ -48,6 +49,7 @@ class Tokenizer:
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
+        self.max_token_chars = max(map(len, backend.get_vocab()), default=1)
         self.is_byte_level, self.falls_back_to_bytes = _decoder_kind(backend)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:

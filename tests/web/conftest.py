@@ -50,7 +50,9 @@ class Served:
         self.engine = engine
         self.state = state
         self.listener = listener
-        self.host, self.port = listener.socket.getsockname()
+        name = listener.socket.getsockname()
+        self.path = name if isinstance(name, str) else None
+        self.host, self.port = (None, None) if self.path else name
         self.stop = trio.Event()
         self.ended = trio.Event()
 
@@ -69,6 +71,8 @@ class Served:
         return f"{method} {path} HTTP/1.1\r\n{head}\r\n".encode("latin1") + data
 
     async def connect(self) -> trio.SocketStream:
+        if self.path:
+            return await trio.open_unix_socket(self.path)
         return await trio.open_tcp_stream(self.host, self.port)
 
     async def post(self, body: Any, path: str = "/v1/chat/completions", **headers: str) -> Answer:
@@ -127,15 +131,18 @@ def _chunks(body: bytes) -> Any:
 
 
 @contextlib.asynccontextmanager
-async def _open_served(*, drain_s: float = 0.0, max_body_bytes: int = 2**22, **settings: Any) -> AsyncIterator[Served]:
+async def _open_served(
+    *, drain_s: float = 0.0, max_body_bytes: int = 2**22, serve_config: ServeConfig | None = None, **settings: Any
+) -> AsyncIterator[Served]:
     """Serve a null engine; leaving it stops the server in order and then the engine."""
+    config = serve_config or ServeConfig(port=0)
     with trio.fail_after(20):  # a test that hangs fails
         async with (
             open_engine("null", isolation="thread", **settings) as engine,
-            open_listeners(ServeConfig(port=0)) as listeners,
+            open_listeners(config) as listeners,
             trio.open_nursery() as nursery,
         ):
-            state = ServerState(engine)
+            state = ServerState(engine, model_name=config.served_model_name)
             served = Served(engine, state, listeners[0])
 
             async def run(task_status: Any) -> None:
@@ -143,6 +150,7 @@ async def _open_served(*, drain_s: float = 0.0, max_body_bytes: int = 2**22, **s
                     engine,
                     listeners,
                     state=state,
+                    config=config,
                     drain_s=drain_s,
                     max_body_bytes=max_body_bytes,
                     shutdown_trigger=served.stop.wait,

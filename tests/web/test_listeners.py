@@ -1,0 +1,98 @@
+"""Where the server listens: TCP and unix sockets, and what stands in the way."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+
+import pytest
+import trio
+
+from engine.config import ServeConfig
+from engine.errors import ConfigError
+from web.listeners import address_of, open_listeners
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "metronome.sock"
+
+
+async def test_requests_over_a_unix_socket_are_answered_and_a_vanished_client_is_noticed(open_served, path):
+    async with open_served(serve_config=ServeConfig(uds=str(path)), null_step_ms=5) as served:
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        assert address_of(served.listener) == f"unix:{path}"
+        answer = await served.post(served.chat(stream=True))
+        assert answer.events[-1] == "[DONE]"
+        stream = await served.open_stream(max_tokens=3000)
+        await served.wait_counts(lambda running, waiting, used: running == 1)
+        await stream.aclose()
+        await served.wait_counts(lambda running, waiting, used: running == waiting == used == 0)
+    assert not path.exists()
+
+
+async def test_stale_socket_is_replaced(path):
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    async with open_listeners(ServeConfig(uds=str(path))), await trio.open_unix_socket(path):
+        pass
+    assert not path.exists()
+
+
+async def test_socket_of_a_living_server_is_left_alone(path):
+    async with open_listeners(ServeConfig(uds=str(path))):
+        with pytest.raises(ConfigError, match=r"metronome\.sock.*another server listens"):
+            async with open_listeners(ServeConfig(uds=str(path))):
+                pass
+        async with await trio.open_unix_socket(path):
+            pass
+
+
+def stands(path):
+    return os.path.lexists(path)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "link"])
+async def test_what_is_no_socket_is_left_alone(path, kind):
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "link":
+        path.symlink_to("elsewhere")
+    else:
+        path.write_text("precious")
+    with pytest.raises(ConfigError, match="no socket"):
+        async with open_listeners(ServeConfig(uds=str(path))):
+            pass
+    assert stands(path)
+
+
+async def test_path_that_cannot_be_a_socket_is_the_operators_error(tmp_path):
+    for wrong, text in ((tmp_path / "nowhere" / "x", "No such file"), (tmp_path / ("x" * 120), "too long")):
+        with pytest.raises(ConfigError, match=text):
+            async with open_listeners(ServeConfig(uds=str(wrong))):
+                pass
+
+
+async def test_at_the_end_the_socket_of_another_server_is_not_removed(path):
+    async with open_listeners(ServeConfig(uds=str(path))):
+        path.unlink()
+        path.write_text("another's")
+    assert path.read_text() == "another's"
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"uds": ""}, "--uds must not be empty"),
+        ({"api_key": ""}, "--api-key must not be empty"),
+        ({"api_key": "a\nb"}, "printable ASCII"),
+        ({"served_model_name": ""}, "--served-model-name"),
+        ({"root_path": "llm"}, "'llm'"),
+        ({"root_path": "/llm/"}, "'/llm/'"),
+        ({"port": 65536}, "65535"),
+    ],
+)
+def test_wrong_settings_name_flag_and_value(fields, text):
+    with pytest.raises(ConfigError, match=text):
+        ServeConfig(**fields)
