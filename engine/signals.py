@@ -18,11 +18,18 @@ logger = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
-async def run_until_stopped(body: Callable[[trio.Event], Awaitable[int]]) -> int:
+def take_none(number: int) -> bool:
+    """Leave every signal its usual meaning."""
+    return False
+
+
+async def run_until_stopped(
+    body: Callable[[trio.Event], Awaitable[int]], takes: Callable[[int], bool] = take_none
+) -> int:
     """Run `body(stop)` and return its exit code; `stop` is set by the first signal.
 
     A second signal cancels the body, whatever it is waiting for, and makes the exit code 128 + signal; a third ends
-    the process on the spot.
+    the process on the spot. A signal for which `takes(number)` returns True has been dealt with and is not counted.
     """
     stop = trio.Event()
     scope = trio.CancelScope()
@@ -32,6 +39,8 @@ async def run_until_stopped(body: Callable[[trio.Event], Awaitable[int]]) -> int
         nonlocal exit_code
         num_signals = 0
         async for number in signals:
+            if takes(number):
+                continue
             num_signals += 1
             name = signal.Signals(number).name
             if num_signals == 1:
