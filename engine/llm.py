@@ -28,7 +28,11 @@ from engine.sampling_params import OutputKind, SamplingParams
 
 
 class LLM:
-    """A model in this process, for one thread. Prompts in, finished texts out, order kept."""
+    """A model in this process, for one thread. Prompts in, finished texts out, order kept.
+
+    Attributes:
+        core, runner, client: The parts, for who measures them; nobody else calls them.
+    """
 
     def __init__(self, model: str | None = None, **settings: Any) -> None:
         """Load `model` (the default model when None); `settings` are the fields of `EngineConfig`.
@@ -40,11 +44,11 @@ class LLM:
         asked = EngineConfig.of(**settings) if model is None else EngineConfig.of(model=model, **settings)
         with show_progress() as progress:
             self.config, self.tokenizer, self.model_name = open_model(asked, progress)
-            runner = make_runner(self.config)
-            capacity = runner.start(progress)
-        core = EngineCore(self.config, capacity, hash_salt=(self.config.prefix_hash_seed or "").encode())
+            self.runner = make_runner(self.config)
+            capacity = self.runner.start(progress)
+        self.core = EngineCore(self.config, capacity, hash_salt=(self.config.prefix_hash_seed or "").encode())
         self.ready = EngineReady.of(capacity, engine_index=0, pid=0)
-        self._client = InprocClient(self.config, self.ready, core, runner)
+        self.client = InprocClient(self.config, self.ready, self.core, self.runner)
         self._input_processor = InputProcessor(self.config, self.ready, self.tokenizer)
 
     def generate(
@@ -72,7 +76,7 @@ class LLM:
 
     def stats(self) -> SchedulerStats:
         """Return the scheduler's state after the last step."""
-        return self._client.stats
+        return self.client.stats
 
     def _run(self, prompts: list[PromptInput], params: SamplingParams, use_tqdm: bool) -> list[RequestOutput]:
         prepared = [self._prepare(prompt, params) for prompt in prompts]
@@ -85,20 +89,20 @@ class LLM:
                 for _ in self._finish(waiting, owners):
                     bar.update()
         finally:
-            self._client.abort_requests(list(owners), AbortReason.CLIENT)
-            while self._client.has_work:
-                self._client.get_output()
+            self.client.abort_requests(list(owners), AbortReason.CLIENT)
+            while self.client.has_work:
+                self.client.get_output()
         return [state.output([c.final() for c in state.completions.values()]) for state, _ in prepared]
 
     def _finish(
         self, waiting: deque[EngineCoreRequest], owners: dict[RequestId, RequestState]
     ) -> Iterator[RequestState]:
         """Step until every request has ended; yields each once its last completion has."""
-        while waiting or self._client.num_live:
-            while waiting and self._client.num_live < self._client.max_num_live:
-                self._client.add_request(waiting.popleft())
+        while waiting or self.client.num_live:
+            while waiting and self.client.num_live < self.client.max_num_live:
+                self.client.add_request(waiting.popleft())
             stopped = []
-            for output in self._client.get_output().outputs:
+            for output in self.client.get_output().outputs:
                 state = owners[output.request_id]
                 if state.add(output, time.monotonic()):
                     stopped.append(output.request_id)
@@ -106,7 +110,7 @@ class LLM:
                     del owners[output.request_id]
                     if owners.keys().isdisjoint(state.request_ids):
                         yield state
-            self._client.abort_requests(stopped, AbortReason.STOP_STRING)
+            self.client.abort_requests(stopped, AbortReason.STOP_STRING)
 
     def _prepare(self, prompt: PromptInput, params: SamplingParams) -> tuple[RequestState, list[EngineCoreRequest]]:
         tokenized = self._input_processor.tokenize(prompt)

@@ -22,11 +22,19 @@ AT_ONCE_S = 0.3
 """What a cancelled body may take for its clean-up after the second signal: a step that is stuck is not waited for."""
 
 
-async def run_until_stopped(body: Callable[[trio.Event], Awaitable[int]]) -> int:
+def take_none(number: int) -> bool:
+    """Leave every signal its usual meaning."""
+    return False
+
+
+async def run_until_stopped(
+    body: Callable[[trio.Event], Awaitable[int]], takes: Callable[[int], bool] = take_none
+) -> int:
     """Run `body(stop)` and return its exit code; `stop` is set by the first signal.
 
     A second signal cancels the body, whatever it is waiting for, and makes the exit code 128 + signal; after
     `AT_ONCE_S`, or a third signal, the process ends on the spot, and with it its children (transport/process.py).
+    A signal for which `takes(number)` returns True has been dealt with and is not counted.
     """
     stop = trio.Event()
     scope = trio.CancelScope()
@@ -36,6 +44,8 @@ async def run_until_stopped(body: Callable[[trio.Event], Awaitable[int]]) -> int
         nonlocal exit_code
         num_signals = 0
         async for number in signals:
+            if takes(number):
+                continue
             num_signals += 1
             name = signal.Signals(number).name
             if num_signals == 1:

@@ -58,7 +58,7 @@ def test_a_refused_prompt_starts_nothing(llm: engine.LLM) -> None:
 
 
 def test_an_interrupted_call_leaves_no_request_and_no_block(llm: engine.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = type(llm._client._runner).sample
+    sample = type(llm.runner).sample
     num_steps = 0
 
     def interrupted(self: object, masks: object = None) -> object:
@@ -68,7 +68,7 @@ def test_an_interrupted_call_leaves_no_request_and_no_block(llm: engine.LLM, mon
             raise KeyboardInterrupt
         return sample(self, masks)
 
-    monkeypatch.setattr(type(llm._client._runner), "sample", interrupted)
+    monkeypatch.setattr(type(llm.runner), "sample", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[65] * 10, [66] * 10], SamplingParams(max_tokens=500), use_tqdm=False)
     assert llm.stats().num_used_blocks == 0

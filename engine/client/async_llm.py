@@ -21,7 +21,16 @@ from engine.config import EngineConfig
 from engine.errors import Cause, EngineDeadError, RequestAborted
 from engine.metrics import SchedulerStats
 from engine.outputs import RequestId
-from engine.protocol import AbortReason, EngineCoreOutputs, EngineReady, Pause, PauseMode, ResetPrefixCache, Resume
+from engine.protocol import (
+    AbortReason,
+    EngineCoreOutput,
+    EngineCoreOutputs,
+    EngineReady,
+    Pause,
+    PauseMode,
+    ResetPrefixCache,
+    Resume,
+)
 from engine.sampling_params import OutputKind, SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -282,16 +291,27 @@ class AsyncLLM:
                 stopped.append(output.request_id)
             if output.finish_reason is not None:
                 del self._slots[output.request_id]
-                self._log_end(output.request_id, state)
+                self._log_end(output, state, now_s)
             stream.wake()
         self._client.abort_requests(stopped, AbortReason.STOP_STRING)
         self._stats_changed.set()
         self._stats_changed = trio.Event()
 
-    def _log_end(self, request_id: RequestId, state: RequestState) -> None:
-        if logger.isEnabledFor(logging.DEBUG):
-            completion = state.completions[request_id]
-            logger.debug("request %s ended after %d tokens", request_id, completion.num_tokens)
+    def _log_end(self, output: EngineCoreOutput, state: RequestState, now_s: float) -> None:
+        if not logger.isEnabledFor(logging.DEBUG):
+            return
+        metrics = state.metrics
+        first = "no token" if metrics.first_token_s is None else f"{metrics.first_token_s - metrics.arrival_s:.3f} s"
+        logger.debug(
+            "request %s ended: %s, %d prompt tokens (%d cached), %d generated, first token %s, in all %.3f s",
+            output.request_id,
+            output.finish_reason,
+            len(state.prompt_token_ids),
+            state.num_cached_tokens,
+            state.completions[output.request_id].num_tokens,
+            first,
+            now_s - metrics.arrival_s,
+        )
 
 
 class EngineStopping(RequestAborted):

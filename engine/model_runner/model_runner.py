@@ -45,7 +45,11 @@ class _Executed:
 
 
 class ModelRunner:
-    """One model on one device. Not thread-safe: `start`, `execute` and `sample` belong to one thread."""
+    """One model on one device. Not thread-safe: `start`, `execute` and `sample` belong to one thread.
+
+    Attributes:
+        attention: The backend and its pages, once started; public for who measures it.
+    """
 
     def __init__(self, config: EngineConfig, folder: Path) -> None:
         """Run the model of `folder`, in Hugging Face layout; nothing is read before `start`."""
@@ -54,7 +58,7 @@ class ModelRunner:
         self._executed: deque[_Executed] = deque()
         self._late_tokens = LateTokens(MAX_CONCURRENT_PLANS)
         self._model: Decoder
-        self._attention: ReferenceAttention
+        self.attention: ReferenceAttention
 
     @torch.inference_mode()
     def start(self, progress: Callable[[str, int, int], None]) -> Capacity:
@@ -83,8 +87,8 @@ class ModelRunner:
         num_blocks = choose_num_kv_blocks(spec, self._config, max_model_len, available_memory_bytes())
         progress("kv_pages", 0, 1)
         block_size = self._config.block_size
-        self._attention = ReferenceAttention(spec, shape.num_heads, num_blocks, block_size, dtype)
-        self._model.use_attention(self._attention)
+        self.attention = ReferenceAttention(spec, shape.num_heads, num_blocks, block_size, dtype)
+        self._model.use_attention(self.attention)
         progress("warm_up", 0, 1)
         self._warm_up(max_model_len)
         progress("warm_up", 1, 1)
@@ -105,7 +109,7 @@ class ModelRunner:
             return
         began = time.perf_counter()
         batch = flatten(plan, self._late_tokens, self._config.block_size)
-        prepared = self._attention.prepare(batch.attention)
+        prepared = self.attention.prepare(batch.attention)
         flattened = time.perf_counter()
         hidden = self._model.forward(batch.token_ids, batch.positions, prepared)[batch.last_rows]
         timings = {"flatten": flattened - began, "forward": time.perf_counter() - flattened}

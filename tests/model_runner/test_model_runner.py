@@ -132,7 +132,7 @@ def test_a_request_with_broken_numbers_fails_alone(make_driver: Any) -> None:
     driver.add("bad", draw_prompt(12, 4))
     driver.step({"bad": 5})
     with torch.inference_mode():
-        driver.runner._attention.key_pages[1][driver._tables["bad"][0].item()] = torch.nan
+        driver.runner.attention.key_pages[1][driver._tables["bad"][0].item()] = torch.nan
     output = driver.step({"good": 12, "bad": 7})
     assert output.sampled_token_ids == [expected, []]
     assert list(output.failed) == ["bad"]

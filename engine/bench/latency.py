@@ -1,0 +1,40 @@
+"""Bench `latency`: one stream at a time, as a program that opens an engine sees it."""
+
+from __future__ import annotations
+
+import trio
+from tqdm import tqdm
+
+from engine.bench.report import Report
+from engine.bench.workload import StreamTimes, Workload
+from engine.client.async_llm import AsyncLLM
+from engine.config import EngineConfig
+from engine.program import until_stopped, with_engine
+
+
+async def latency(config: EngineConfig, workload: Workload, stop: trio.Event) -> Report | None:
+    """Stream the workload's prompts one after the other; None where `stop` was set before the end."""
+    report: Report | None = None
+
+    async def measure(llm: AsyncLLM) -> None:
+        nonlocal report
+        times = StreamTimes()
+        first, *_ = workload.prompts()
+        await _stream(llm, first, workload, StreamTimes())  # not counted: caches and threads are cold
+        for prompt in tqdm(workload.prompts(), desc="Streams", unit="stream", disable=None):
+            await _stream(llm, prompt, workload, times)
+        report = Report("latency", {"model": llm.model_name} | workload.settings())
+        report.add("output_throughput", times.num_tokens / sum(times.whole_s), "tokens/s")
+        times.describe(report)
+
+    await with_engine(config, stop, lambda llm: until_stopped(stop, lambda: measure(llm)))
+    return report
+
+
+async def _stream(llm: AsyncLLM, prompt: list[int], workload: Workload, times: StreamTimes) -> None:
+    stream_times = times.open(trio.current_time())
+    async with llm.generate(prompt, workload.params()) as stream:
+        async for delta in stream:
+            if delta.token_ids:
+                stream_times.add(trio.current_time())
+        stream_times.close(stream.usage.completion_tokens)

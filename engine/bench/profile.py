@@ -1,0 +1,112 @@
+"""Where the time of a step goes: timers laid around an engine's calls for a block, and taken off after it.
+
+Off, they cost nothing, for they are not there. The runner's own timings (flatten, forward, logits, sample) are read
+from the results of its steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from engine.bench.report import Table
+from engine.llm import LLM
+from engine.outputs import ModelRunnerOutput, SchedulerOutput
+from engine.protocol import EngineCoreOutputs
+from transport.codec import Encoder
+
+MODEL_PARTS = ("attention", "linears and rest of forward", "logits")
+"""The model itself; all other parts are Python outside the forward."""
+
+
+class StepProfile:
+    """Seconds by part of a step, summed over the steps of `measure`."""
+
+    def __init__(self) -> None:
+        """Start with nothing."""
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._num_steps = 0
+        self._encode = Encoder().encode
+
+    @contextmanager
+    def measure(self, llm: LLM) -> Iterator[None]:
+        """Time the steps that `llm` takes in the block."""
+        with ExitStack() as stack:
+            stack.enter_context(_wrapped(llm.core, "plan", self._timing("plan")))
+            stack.enter_context(_wrapped(llm.core, "commit", self._timing("commit", self._take_timings)))
+            stack.enter_context(_wrapped(llm.client, "get_output", self._timing("step", self._encode_outputs)))
+            attention = getattr(llm.runner, "attention", None)
+            if attention is None:  # the integer model: all of its step is forward
+                stack.enter_context(_wrapped(llm.runner, "execute", self._timing("forward")))
+            else:
+                stack.enter_context(_wrapped(attention, "attend", self._timing("attention")))
+            began = time.perf_counter()
+            yield
+            self._seconds["all"] += time.perf_counter() - began
+
+    def python_share(self) -> float:
+        """Return the share of a step, in percent, that is neither attention, linears nor logits."""
+        parts = self._parts()
+        return 100 - 100 * sum(parts[name] for name in MODEL_PARTS) / (sum(parts.values()) or 1.0)
+
+    def table(self) -> Table:
+        """Return milliseconds a step and percent, by part; `send` comes beside the total."""
+        parts = self._parts()
+        total = sum(parts.values()) or 1.0
+        table = Table(["ms_a_step", "percent"])
+        for name, seconds in [*parts.items(), ("total", total), ("beside: send, encoded", self._seconds["send"])]:
+            table.rows[name] = [1000 * seconds / max(1, self._num_steps), 100 * seconds / total]
+        return table
+
+    def _parts(self) -> dict[str, float]:
+        seconds = self._seconds
+        parts = {
+            "plan": seconds["plan"],
+            "flatten": seconds["flatten"],
+            "attention": seconds["attention"],
+            "linears and rest of forward": seconds["forward"] - seconds["attention"],
+            "logits": seconds["logits"],
+            "sample": seconds["sample"],
+            "commit": seconds["commit"],
+        }
+        parts["rest of the step"] = seconds["step"] - sum(parts.values())
+        parts["text and bookkeeping"] = seconds["all"] - seconds["step"] - seconds["send"]
+        return parts
+
+    def _timing(self, part: str, look: Callable[..., None] | None = None) -> Callable[..., Any]:
+        """Return what calls a method, adds its time to `part`, and lets `look` see arguments and result."""
+
+        def call(method: Callable[..., Any], *arguments: Any) -> Any:
+            began = time.perf_counter()
+            result = method(*arguments)
+            self._seconds[part] += time.perf_counter() - began
+            if look is not None:
+                look(result, *arguments)
+            return result
+
+        return call
+
+    def _take_timings(self, _: None, plan: SchedulerOutput, output: ModelRunnerOutput, now: float) -> None:
+        self._num_steps += bool(plan.requests)
+        for part, seconds in output.timings.items():
+            self._seconds[part] += seconds
+
+    def _encode_outputs(self, message: EngineCoreOutputs) -> None:
+        """Encode a step's outputs as a served engine does when it sends them."""
+        began = time.perf_counter()
+        self._encode(message)
+        self._seconds["send"] += time.perf_counter() - began
+
+
+@contextmanager
+def _wrapped(owner: Any, name: str, call: Callable[..., Any]) -> Iterator[None]:
+    """Put `call(method, ...)` in the place of one object's method for the block."""
+    method = getattr(owner, name)
+    setattr(owner, name, lambda *arguments: call(method, *arguments))
+    try:
+        yield
+    finally:
+        delattr(owner, name)

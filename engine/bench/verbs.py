@@ -1,0 +1,101 @@
+"""The verb `bench`: from flags to a printed report."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Awaitable, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import trio
+
+from engine.bench.abort import Cuts, abort
+from engine.bench.latency import latency
+from engine.bench.report import Report, open_json
+from engine.bench.serve import serve
+from engine.bench.throughput import throughput
+from engine.bench.workload import Workload, check_count
+from engine.config import EngineConfig
+from engine.errors import ConfigError
+from engine.flags import settings_from
+from engine.program import EXIT_INTERRUPTED, EXIT_OK, until_stopped
+from engine.signals import run_until_stopped
+
+
+def run_throughput(options: argparse.Namespace) -> int:
+    """Measure in this process; a KeyboardInterrupt passes through."""
+    config, workload = settings_from(options, EngineConfig), _workload(options)
+    with open_json(options.json) as write:
+        _tell(throughput(config, workload, is_profiled=options.profile), write)
+    return EXIT_OK
+
+
+def run_latency(options: argparse.Namespace) -> int:
+    """Measure an engine's single stream."""
+    config, workload = settings_from(options, EngineConfig), _workload(options)
+    return _run(options.json, partial(latency, config, workload))
+
+
+def run_serve(options: argparse.Namespace) -> int:
+    """Measure a server's concurrent streams."""
+    check_count("--num-streams", options.num_streams)
+    config, workload = settings_from(options, EngineConfig), _workload(options)
+    return _run(options.json, _until(partial(serve, config, options.url, options.num_streams, workload)))
+
+
+def run_abort(options: argparse.Namespace) -> int:
+    """Measure how long a server holds what was cut."""
+    for flag in ("num_streams", "rounds", "input_len", "output_len"):
+        check_count(f"--{flag.replace('_', '-')}", getattr(options, flag))
+    if not options.within_ms >= 0:
+        raise ConfigError(f"--within-ms must be at least 0, got {options.within_ms}")
+    config = settings_from(options, EngineConfig)
+    cuts = Cuts(options.num_streams, options.rounds, options.within_ms / 1000, options.seed)
+    body = partial(abort, config, options.url, cuts, options.input_len, options.output_len)
+    return _run(options.json, _until(body))
+
+
+def _workload(options: argparse.Namespace) -> Workload:
+    for flag in ("num_prompts", "input_len", "output_len"):
+        check_count(f"--{flag.replace('_', '-')}", getattr(options, flag))
+    return Workload(options.num_prompts, options.input_len, options.output_len, options.seed)
+
+
+def _until(body: Callable[[], Awaitable[Report]]) -> Callable[[trio.Event], Awaitable[Report | None]]:
+    """Return what runs `body` and cancels it, then gives None, once `stop` is set."""
+
+    async def run(stop: trio.Event) -> Report | None:
+        report: Report | None = None
+
+        async def keep_report() -> None:
+            nonlocal report
+            report = await body()
+
+        await until_stopped(stop, keep_report)
+        return report
+
+    return run
+
+
+def _run(json: Path | None, body: Callable[[trio.Event], Awaitable[Report | None]]) -> int:
+    """Run `body` under Trio, a signal ends it, and tell its report."""
+
+    async def run(stop: trio.Event) -> int:
+        report = await body(stop)
+        if report is None:
+            return EXIT_INTERRUPTED
+        _tell(report, write)
+        return EXIT_OK
+
+    with open_json(json) as write:
+        return trio.run(run_until_stopped, run)
+
+
+def _tell(report: Report, write: Callable[[Report], Any]) -> None:
+    print(report.render(), end="", flush=True)
+    write(report)
+
+
+BENCHES = {"throughput": run_throughput, "latency": run_latency, "serve": run_serve, "abort": run_abort}
+"""By the name that follows `bench`."""

@@ -1,0 +1,125 @@
+"""Every verb and its flags; what a verb does, cli.py knows."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine import __version__
+from engine.config import EngineConfig, ServeConfig
+from engine.flags import MODEL_HELP, SHARED, add_config, add_model, add_sampling, add_settings
+from engine.models import DEFAULT
+
+if TYPE_CHECKING:
+    Verbs = argparse._SubParsersAction[argparse.ArgumentParser]
+
+CHAT = (
+    "Talk with a model. On a terminal Ctrl-C stops the answer; at the prompt a second Ctrl-C, or Ctrl-D, ends the "
+    "conversation. From a pipe each line is a turn. When the conversation leaves less than a quarter of the context "
+    "(or --max-tokens, where that is less) for the answer, its oldest messages are dropped, which is said, with the "
+    "numbers; a message that alone is too long is refused. Commands: /reset forgets the conversation, /exit ends it."
+)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the whole command line."""
+    parser = argparse.ArgumentParser(prog="metronome", description="An LLM inference engine on Trio.")
+    parser.add_argument("--version", action="version", version=f"metronome {__version__}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    _add_serve(verbs)
+    _add_generate(verbs)
+    _add_chat(verbs)
+    _add_benches(verbs)
+    _add_models(verbs)
+    return parser
+
+
+def _add_verb(verbs: Verbs, name: str, usage: str, text: str, description: str = "") -> argparse.ArgumentParser:
+    """Add a verb with a usage line that fits a screen; `text` stands in the list, above the flags `description`."""
+    usage = f"%(prog)s {usage}"
+    verb: argparse.ArgumentParser = verbs.add_parser(
+        name, help=text, usage=usage, description=description or f"{text[0].upper()}{text[1:]}."
+    )
+    return verb
+
+
+def _add_serve(verbs: Verbs) -> None:
+    verb = _add_verb(verbs, "serve", "[MODEL] [flags]", "serve a model over HTTP, OpenAI-compatible")
+    add_model(verb)
+    add_config(verb)
+    add_settings(verb, ServeConfig)
+    add_settings(verb, EngineConfig)
+
+
+def _add_generate(verbs: Verbs) -> None:
+    usage = "[MODEL] (PROMPT | - | --file FILE) [flags]"
+    verb = _add_verb(verbs, "generate", usage, "complete a prompt and print it as it comes")
+    text = f"MODEL: {MODEL_HELP}; PROMPT: the text to go on from, `-` reads standard input"
+    verb.add_argument("words", nargs="*", metavar="MODEL PROMPT", help=text)
+    verb.add_argument("--file", type=Path, metavar="FILE", help="read the prompt from FILE")
+    verb.add_argument("--chat", action="store_true", help="send the prompt as a chat message")
+    add_config(verb)
+    add_sampling(verb, max_tokens=128, temperature=0.0)
+    add_settings(verb, EngineConfig, without=SHARED, log_level="warning")
+    verb.set_defaults(model=DEFAULT)
+
+
+def _add_chat(verbs: Verbs) -> None:
+    verb = _add_verb(verbs, "chat", "[MODEL] [flags]", "talk with a model in the terminal", CHAT)
+    add_model(verb)
+    verb.add_argument("--system", metavar="TEXT", help="system prompt; it is never dropped")
+    add_config(verb)
+    add_sampling(verb, without=["n"], max_tokens=None, temperature=0.7)
+    add_settings(verb, EngineConfig, without=SHARED, log_level="warning")
+
+
+def _add_benches(verbs: Verbs) -> None:
+    """Add `bench NAME`; all share --json, --config, --seed and the engine's flags."""
+    parser = verbs.add_parser("bench", help="measure", description="Measure; see `bench NAME --help`.")
+    benches = parser.add_subparsers(dest="bench", required=True, metavar="NAME")
+
+    verb = _add_verb(benches, "throughput", "[MODEL] [flags]", "all prompts at once, in this process")
+    _add_bench_flags(verb, num_prompts=64, input_len=128, output_len=128)
+    verb.add_argument("--profile", action="store_true", help="also print where the time of a step goes")
+
+    verb = _add_verb(benches, "latency", "[MODEL] [flags]", "one stream at a time, without sockets")
+    _add_bench_flags(verb, num_prompts=8, input_len=128, output_len=128)
+
+    verb = _add_verb(benches, "serve", "[MODEL] [flags]", "concurrent streams over real sockets")
+    _add_bench_flags(verb, num_prompts=64, num_streams=32, input_len=128, output_len=128, url=None)
+
+    text = "cut streams at random moments; time until nothing of them is left"
+    verb = _add_verb(benches, "abort", "[MODEL] [flags]", text)
+    _add_bench_flags(verb, num_streams=64, rounds=10, within_ms=500.0, input_len=64, output_len=1024, url=None)
+
+
+_BENCH_HELP = {
+    "num_prompts": "prompts in all",
+    "num_streams": "sockets open at once",
+    "rounds": "how often all streams are cut",
+    "within_ms": "each is cut at a random moment of this time, in milliseconds",
+    "input_len": "tokens a prompt",
+    "output_len": "tokens an answer",
+    "url": "measure the server at this address, http://host:port, in place of one of our own",
+}
+
+
+def _add_bench_flags(verb: argparse.ArgumentParser, **flags: int | float | None) -> None:
+    add_model(verb)
+    for name, default in flags.items():
+        kind = str if default is None else type(default)
+        text = _BENCH_HELP[name] if default is None else f"{_BENCH_HELP[name]} (default: {default})"
+        verb.add_argument(
+            f"--{name.replace('_', '-')}", type=kind, default=default, metavar=kind.__name__.upper(), help=text
+        )
+    verb.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+    add_config(verb)
+    add_settings(verb, EngineConfig, log_level="warning", enable_prefix_caching=False)
+
+
+def _add_models(verbs: Verbs) -> None:
+    verb = _add_verb(verbs, "models", "[list | pull NAME | check PATH]", "list, fetch or check models")
+    verb.add_argument("action", nargs="?", choices=["list", "pull", "check"], default="list", help="(default: list)")
+    text = f"what to fetch, or the model to load and run one step of (default: {DEFAULT})"
+    verb.add_argument("name", nargs="?", default=DEFAULT, metavar="NAME", help=text)

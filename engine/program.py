@@ -1,0 +1,48 @@
+"""What the verbs share: exit codes, and an engine whose start a signal cancels."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Awaitable, Callable
+
+import msgspec
+import trio
+
+from engine.client.async_llm import AsyncLLM
+from engine.config import EngineConfig
+from engine.launch import open_engine
+from engine.progress import show_progress
+from transport.services import open_services
+
+EXIT_OK = 0
+EXIT_DEAD = 1
+"""The engine died, or what was measured failed."""
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 128 + signal.SIGINT
+"""What was asked for was not brought to its end."""
+EXIT_PIPE = 128 + signal.SIGPIPE
+"""Whoever read our output has gone."""
+
+
+async def with_engine(config: EngineConfig, stop: trio.Event, body: Callable[[AsyncLLM], Awaitable[None]]) -> None:
+    """Run `body` with an engine whose start `stop` cancels; once it is ready, `stop` is the body's business."""
+    with trio.CancelScope() as loading, show_progress() as progress:
+        async with open_services() as watchers:
+            watchers.start_soon(then, stop.wait, loading.cancel)
+            async with open_engine(progress=progress, **msgspec.structs.asdict(config)) as llm:
+                watchers.cancel()
+                await body(llm)
+
+
+async def until_stopped(stop: trio.Event, body: Callable[[], Awaitable[object]]) -> None:
+    """Run `body`, and cancel it once `stop` is set."""
+    async with trio.open_nursery() as watchers:
+        watchers.start_soon(then, stop.wait, watchers.cancel_scope.cancel)
+        await body()
+        watchers.cancel_scope.cancel()
+
+
+async def then(wait: Callable[[], Awaitable[object]], act: Callable[[], object]) -> None:
+    """Wait, then act."""
+    await wait()
+    act()
