@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -46,3 +47,28 @@ def test_a_body_that_does_not_stop_is_ended(number: int, at_once_s: float, num_s
             assert process.stderr.readline().endswith("stopping at once\n")
             process.send_signal(number)
         assert process.wait(timeout=20) == 128 + number
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_while_modules_are_imported_exits_0(number: int, tmp_path: Path) -> None:
+    """The import of the first module of the command line is made to wait for the signal."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys, time\n"
+        "class Wait:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'engine.cli':\n"
+        "            print('importing', flush=True)\n"
+        "            time.sleep(30)\n"
+        "sys.meta_path.insert(0, Wait())\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "engine", "serve", "null"],
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+    )
+    with process:
+        assert process.stdout.readline() == b"importing\n"
+        process.send_signal(number)
+        assert process.wait(timeout=20) == 0
