@@ -54,7 +54,7 @@ async def open_engine(
     Raises:
         ConfigError: A setting is wrong or the model cannot be had.
         ModelError: The model cannot be served.
-        EngineDeadError: The engine died while starting.
+        EngineDeadError: The engine died while starting, or while it was being stopped.
     """
     config = EngineConfig.of(**settings) if model is None else EngineConfig.of(model=model, **settings)
     if data_parallel_size != 1:
@@ -81,7 +81,9 @@ async def open_engine(
                     yield llm
                 finally:
                     with trio.CancelScope(shield=True):
-                        await llm.aclose(STOP_TIMEOUT_S)
+                        failure = await llm.aclose(STOP_TIMEOUT_S)
+                if failure is not None:  # and the body has ended well: nobody knows yet
+                    raise failure
 
 
 def _ignore_progress(phase: str, done: int, total: int) -> None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from fuzz import kv_cache, scheduler
+from fuzz import http, kills, kv_cache, scheduler
 
-TARGETS = {"kv_cache": kv_cache.run, "scheduler": scheduler.run}
+TARGETS = {"http": http.run, "kills": kills.run, "kv_cache": kv_cache.run, "scheduler": scheduler.run}
 
 
 def main() -> None:

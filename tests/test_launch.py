@@ -276,3 +276,20 @@ async def test_an_engine_process_that_dies_while_starting_is_reported(monkeypatc
     with trio.fail_after(10), pytest.raises(EngineDeadError, match="no GPU today"):
         async with engine.open_engine("null"):
             pass
+
+
+async def test_an_engine_that_does_not_stop_is_said_so_when_the_block_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.launch.STOP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("engine.engine_process.TERM_GRACE_S", 0.1)
+    with trio.fail_after(10), pytest.raises(EngineDeadError, match=r"did not stop within 0\.1 seconds"):
+        async with engine.open_engine("null", null_step_ms=30000) as llm, llm.generate("x"):
+            await trio.sleep(0.1)
+
+
+async def test_an_engine_that_dies_while_it_is_stopped_is_said_so() -> None:
+    async def kill_and_leave() -> None:
+        async with engine.open_engine("null", null_step_ms=30000) as llm, llm.generate("x"):
+            os.kill(llm.ready.pid, signal.SIGKILL)  # not noticed before the block is left
+
+    with trio.fail_after(10), pytest.raises(EngineDeadError, match="SIGKILL"):
+        await kill_and_leave()

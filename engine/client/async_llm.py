@@ -266,13 +266,21 @@ class AsyncLLM:
             self._ended.set()
             self._stats_changed.set()
 
-    async def aclose(self, timeout_s: float) -> None:
-        """Abort what still runs, stop the engine and wait for its last word, at most `timeout_s`."""
+    async def aclose(self, timeout_s: float) -> EngineDeadError | None:
+        """Abort what still runs, stop the engine and wait for its last word, at most `timeout_s`.
+
+        Returns what went wrong meanwhile: the engine died, or it did not stop. A death known before is not told again.
+        """
+        if self._ended.is_set():
+            return None
         self._is_stopping = True
         self._client.abort_requests(list(self._slots), AbortReason.SHUTDOWN)
         self._client.shutdown()
         with trio.move_on_after(timeout_s):
             await self._ended.wait()
+        if not self._ended.is_set():
+            return EngineDeadError(Cause("EngineStuck", f"the engine did not stop within {timeout_s:g} seconds"))
+        return None if self._client.has_stopped else self.death
 
     def _dispatch(self, message: EngineCoreOutputs) -> None:
         stopped: list[RequestId] = []

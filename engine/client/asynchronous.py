@@ -59,6 +59,7 @@ class AsyncMPClient(EngineCoreClient):
         """Use `connection`, which whoever opened it closes."""
         super().__init__(config, ready)
         self.death: EngineDeadError | None = None
+        self.has_stopped = False
         self._connection = connection
         self._received: deque[EngineMessage] = deque()
         self._calls: dict[int, _Call] = {}
@@ -94,6 +95,7 @@ class AsyncMPClient(EngineCoreClient):
                 if isinstance(message, EngineStopped):
                     self._connection.send(Acknowledge())
                     if self._is_stopping:
+                        self.has_stopped = True
                         self._die(EngineDeadError(Cause("EngineStopped", "the engine was shut down")))
                         return None
                     self._raise_death(EngineDeadError(Cause("EngineStopped", "the engine stopped without being asked")))

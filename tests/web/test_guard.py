@@ -15,37 +15,8 @@ from hypercorn.protocol.http_stream import HTTPStream
 from hypercorn.trio.task_group import TaskGroup
 from hypercorn.trio.tcp_server import TCPServer
 
+from fuzz.http import KILLERS, PIECES
 from web import guard, serve
-
-HEAD = b"Host: x\r\n"
-POST = b"POST /v1/completions HTTP/1.1\r\n" + HEAD + b"Content-Length: 5\r\n\r\nhello"
-KILLERS = {
-    "pipelined behind HTTP/1.0": [b"GET / HTTP/1.0\r\n\r\n", POST],
-    "websocket upgrade and a byte": [
-        b"GET / HTTP/1.1\r\n" + HEAD + b"Upgrade: websocket\r\nConnection: Upgrade\r\n"
-        b"Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ==\r\nSec-WebSocket-Version: 13\r\n\r\nX"
-    ],
-    "h2c with malformed settings": [
-        b"GET / HTTP/1.1\r\n"
-        + HEAD
-        + b"Upgrade: h2c\r\nConnection: Upgrade, HTTP2-Settings\r\nHTTP2-Settings: A\r\n\r\n"
-    ],
-    "h2 with prior knowledge": [b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"\0\0\0\4\0\0\0\0\0"],
-}
-PIECES = [
-    *(piece for pieces in KILLERS.values() for piece in pieces),
-    b"GET /health HTTP/1.1\r\n" + HEAD + b"\r\n",
-    b"POST /v1/chat/completions HTTP/1.1\r\n" + HEAD + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\n",
-    b"POST /v1/chat/completions HTTP/1.1\r\n" + HEAD + b"Content-Length: 2\r\nContent-Type: application/json\r\n\r\n{}",
-    b"GET http://[ HTTP/1.1\r\n" + HEAD + b"\r\n",
-    b"GET ?x HTTP/1.1\r\n" + HEAD + b"\r\n",
-    b"GET / HTTP/1.1\r\nHost: [\r\n\r\n",
-    b"CONNECT x:1 HTTP/1.1\r\n" + HEAD + b"\r\n",
-    b"GET / HTTP/1.1\r\n" + HEAD + b"Expect: 100-continue\r\nContent-Length: 9\r\n\r\n",
-    b"\0\xff\r\n\r\n",
-    b"\r\n",
-    b"A" * 70_000,
-]
 
 
 async def talk(served, pieces, *, ends_rudely=False):

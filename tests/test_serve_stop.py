@@ -1,0 +1,206 @@
+"""How a serving process ends: signals, deaths and kills, in every phase, and what is left afterwards (nothing)."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import socket
+import threading
+import time
+import urllib.error
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+STUCK = ("null", "--null-step-ms", "30000")
+"""Steps so long that whoever waits for one has failed."""
+
+
+@contextmanager
+def all_gone(pids: list[int], timeout_s: float = 5.0) -> Any:
+    """Assert that the processes, alive at the start of the block, have ended soon after it."""
+    pidfds = [os.pidfd_open(pid) for pid in pids]
+    assert pidfds
+    try:
+        yield
+        for pid, pidfd in zip(pids, pidfds, strict=True):
+            readable, _, _ = select.select([pidfd], [], [], timeout_s)
+            assert readable, f"process {pid} is left"
+    finally:
+        for pidfd in pidfds:
+            os.close(pidfd)
+
+
+def start_stuck_request(server: Any) -> socket.socket:
+    """Send a request whose first step does not end, and return its connection once the engine waits for that step."""
+    host, port = server.url.removeprefix("http://").split(":")
+    connection = socket.create_connection((host, int(port)))
+    body = json.dumps(server.LONG).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    connection.sendall(head.encode() + b"\r\n\r\n" + body)
+    while not any("_finish < " in line for line in server.lines):
+        os.kill(server.engine_pid, signal.SIGUSR1)
+        time.sleep(0.02)
+    return connection
+
+
+def health(server: Any) -> int | None:
+    """The status of /health; None where nobody answers."""
+    try:
+        return int(server.get("/health").status)
+    except urllib.error.HTTPError as error:
+        error.close()
+        return error.code
+    except OSError:
+        return None
+
+
+def test_sigterm_with_64_streams_gives_64_terminal_events_and_exit_0(start_server: Any) -> None:
+    server = start_server("null", "--null-step-ms", "5")
+    responses = server.open_streams(64)
+    with all_gone(server.children):
+        server.process.send_signal(signal.SIGTERM)
+        for response in responses:
+            *_, last, done = server.events(response)
+            assert (last["choices"][0]["finish_reason"], done) == ("abort", "[DONE]")
+        assert server.wait() == 0
+
+
+def test_drain_lets_64_streams_finish_and_refuses_new_ones(start_server: Any) -> None:
+    server = start_server("null", "--null-step-ms", "5", "--shutdown-timeout", "60")
+    responses = [server.post("/v1/completions", {**server.LONG, "max_tokens": 150}) for _ in range(64)]
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_line("stopping")
+    with pytest.raises(urllib.error.HTTPError) as refusal:
+        server.post("/v1/completions", server.LONG)
+    assert refusal.value.code == 503
+    assert refusal.value.headers["Retry-After"]
+    refusal.value.close()
+    for response in responses:
+        *_, last, done = server.events(response)
+        assert (last["choices"][0]["finish_reason"], done) == ("length", "[DONE]")
+    assert server.wait() == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
+def test_a_second_signal_does_not_wait_for_a_stuck_step(start_server: Any, number: int) -> None:
+    server = start_server(*STUCK, "--shutdown-timeout", "600")
+    with start_stuck_request(server), all_gone(server.children):
+        server.process.send_signal(number)
+        server.wait_line("stopping")
+        server.process.send_signal(number)
+        assert server.wait() == 128 + number
+
+
+@pytest.mark.parametrize(("model", "line"), [("null", "weights"), ("smollm2", "weights"), ("smollm2", "kv_pages")])
+def test_a_signal_while_the_model_loads_exits_0_and_leaves_no_child(start_server: Any, model: str, line: str) -> None:
+    server = start_server(model, "--num-threads", "1")
+    server.wait_line(f"starting: {line}")
+    children = server.children
+    with all_gone(children) if children else open(os.devnull):
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+    assert not any("Traceback" in line for line in server.lines)
+
+
+def test_an_engine_killed_while_it_loads_is_the_cause_on_the_last_line(start_server: Any) -> None:
+    server = start_server("smollm2", "--num-threads", "1")
+    server.wait_line("starting: weights")
+    os.kill(server.children[0], signal.SIGKILL)
+    assert server.wait() == 1
+    assert "engine-0 was killed by SIGKILL" in server.lines[-1]
+
+
+def test_an_engine_that_crashes_while_it_loads_says_its_own_last_words(start_server: Any, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nif sys.argv[0] == '-c':\n"
+        "    from engine.executor.null import NullModelRunner\n"
+        "    def start(self, progress):\n"
+        "        progress('weights', 0, 1)\n"
+        "        raise RuntimeError('the weights are on fire')\n"
+        "    NullModelRunner.start = start\n"
+    )
+    server = start_server("null", env={"PYTHONPATH": f"{tmp_path}:{Path(__file__).parent.parent}"})
+    assert server.wait() == 1
+    assert server.lines[-1] == (
+        "metronome: the engine died: RuntimeError: the weights are on fire (while starting: weights)"
+    )
+    assert any("Traceback" in line for line in server.lines[:-1])
+
+
+def test_death_of_the_engine_is_told_to_all_and_no_probe_sees_200_again(start_server: Any) -> None:
+    """Even with a drain of ten minutes and a client that reads nothing."""
+    server = start_server("null", "--null-step-ms", "1", "--shutdown-timeout", "600")
+    with server.post("/v1/completions", server.LONG):
+        responses = server.open_streams(16)
+        statuses: list[int | None] = []
+        may_probe = threading.Event()
+
+        def probe() -> None:
+            may_probe.wait()
+            while server.process.poll() is None:
+                statuses.append(health(server))
+                time.sleep(0.02)
+
+        prober = threading.Thread(target=probe)
+        prober.start()
+        os.kill(server.engine_pid, signal.SIGKILL)
+        ends = [server.events(response) for response in responses]
+        may_probe.set()
+        assert server.wait() == 1
+        prober.join()
+    for *_, error, done in ends:
+        assert "engine-0 was killed by SIGKILL" in error["error"]["message"]
+        assert done == "[DONE]"
+    assert set(statuses) <= {503, None}
+    assert server.lines[-1] == "metronome: the engine died: EngineDied: engine-0 was killed by SIGKILL"
+
+
+def test_a_signal_during_the_death_of_the_engine_does_not_hide_it(start_server: Any) -> None:
+    server = start_server("null", "--null-step-ms", "5")
+    responses = server.open_streams(4)
+    os.kill(server.engine_pid, signal.SIGKILL)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 1
+    assert all("SIGKILL" in server.events(response)[-2]["error"]["message"] for response in responses)
+    assert "SIGKILL" in server.lines[-1]
+
+
+def test_killing_the_front_leaves_nothing(start_server: Any, tmp_path: Path) -> None:
+    """`python -m fuzz kills` does it many times, at random moments."""
+    temporary, path = tmp_path / "temporary", tmp_path / "socket"
+    temporary.mkdir()
+    server = start_server("null", "--uds", str(path), env={"TMPDIR": str(temporary)})
+    server.wait_line("ready")
+    with all_gone(server.children):
+        server.process.kill()
+        server.process.wait()
+    assert not list(temporary.iterdir())
+    again = start_server("null", "--uds", str(path))  # the stale socket hinders nobody
+    again.wait_line("ready")
+    again.process.send_signal(signal.SIGTERM)
+    assert again.wait() == 0
+    assert not path.exists()
+
+
+def test_a_hung_process_shows_its_tasks_and_threads(start_server: Any) -> None:
+    server = start_server(*STUCK)
+    with start_stuck_request(server):
+        server.wait_line(f"tasks of process {server.engine_pid}")
+        server.wait_line(r"server\.EngineCoreServer\._step_task at .*executor/inline\.py:\d+ result")
+        server.process.send_signal(signal.SIGUSR1)
+        server.wait_line(f"tasks of process {server.process.pid}")
+        server.wait_line(r"web/serve\.py:\d+ serve")
+        os.kill(server.engine_pid, signal.SIGUSR2)
+        server.wait_line(r"executor/null\.py.* in execute")
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_line("stopping")
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 128 + signal.SIGTERM

@@ -1,0 +1,74 @@
+"""The ladder of signals, on a body that takes no notice of anything."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BODY = """
+import sys, trio
+from engine import signals
+
+signals.AT_ONCE_S = float(sys.argv[1])
+
+async def body(stop):
+    print("started", flush=True)
+    with trio.CancelScope(shield=True):
+        await stop.wait()
+        print("asked", flush=True)
+        await trio.sleep_forever()
+
+sys.exit(trio.run(signals.run_until_stopped, body))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+@pytest.mark.parametrize(("at_once_s", "num_signals"), [(0.05, 2), (1e9, 3)])
+def test_a_body_that_does_not_stop_is_ended(number: int, at_once_s: float, num_signals: int) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", BODY, str(at_once_s)],
+        cwd=Path(__file__).parent.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout.readline() == "started\n"
+        process.send_signal(number)
+        assert process.stdout.readline() == "asked\n"
+        process.send_signal(number)
+        if num_signals == 3:
+            assert process.stderr.readline().endswith("stopping at once\n")
+            process.send_signal(number)
+        assert process.wait(timeout=20) == 128 + number
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_a_signal_while_modules_are_imported_exits_0(number: int, tmp_path: Path) -> None:
+    """The import of the first module of the command line is made to wait for the signal."""
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys, time\n"
+        "class Wait:\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'engine.cli':\n"
+        "            print('importing', flush=True)\n"
+        "            time.sleep(30)\n"
+        "sys.meta_path.insert(0, Wait())\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-m", "engine", "serve", "null"],
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        stdout=subprocess.PIPE,
+    )
+    with process:
+        assert process.stdout.readline() == b"importing\n"
+        process.send_signal(number)
+        assert process.wait(timeout=20) == 0
