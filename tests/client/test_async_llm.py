@@ -1,0 +1,109 @@
+"""What holds wherever a stream is cancelled: nothing runs on in the engine, and the next request is answered."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+import pytest
+import trio
+
+import engine
+from engine.client.async_llm import AsyncLLM
+from engine.protocol import Resume
+from engine.sampling_params import SamplingParams
+
+
+class CancelAtStep(trio.abc.Instrument):
+    """Cancels a scope just before the n-th time its task runs."""
+
+    def __init__(self, scope: trio.CancelScope, at_step: int) -> None:
+        self._scope = scope
+        self._left = at_step
+        self._task = trio.lowlevel.current_task()
+
+    def before_task_step(self, task: trio.lowlevel.Task) -> None:
+        if task is self._task:
+            self._left -= 1
+            if self._left == 0:
+                self._scope.cancel()
+
+
+async def cancelled_at(step: int, act: Callable[[], Awaitable[None]]) -> bool:
+    """Run `act`, cancelled before its `step`-th step; return whether it was."""
+    with trio.CancelScope() as scope:
+        instrument = CancelAtStep(scope, step)
+        trio.lowlevel.add_instrument(instrument)
+        try:
+            await act()
+        finally:
+            trio.lowlevel.remove_instrument(instrument)
+    return scope.cancelled_caught
+
+
+async def assert_nothing_is_left(llm: AsyncLLM) -> None:
+    with trio.fail_after(5):
+        await llm.wait_for_stats(
+            lambda stats: not (llm.num_live or stats.num_running or stats.num_waiting or stats.num_used_blocks)
+        )
+
+
+@pytest.mark.parametrize("prompt", [[65] * 20, "text that a thread tokenizes"])
+async def test_a_stream_cancelled_at_any_checkpoint_leaves_nothing(prompt: list[int] | str) -> None:
+    async with engine.open_engine("null", isolation="thread", max_num_seqs=4) as llm:
+
+        async def act() -> None:
+            async with llm.generate(prompt, SamplingParams(max_tokens=6, n=2)) as stream:
+                async for _ in stream:
+                    pass
+
+        step = 1
+        while await cancelled_at(step, act):
+            await assert_nothing_is_left(llm)
+            step += 1
+        assert step > 6, "the act has more checkpoints than that"
+        await act()
+
+
+async def test_the_answer_to_a_cancelled_call_is_not_given_to_the_next() -> None:
+    async with engine.open_engine("null", isolation="thread") as llm:
+        with trio.CancelScope() as scope:
+            scope.cancel()
+            await llm.reset_prefix_cache()
+        assert scope.cancelled_caught
+        assert await llm._client.call(Resume()) is None
+        assert await llm.reset_prefix_cache() is True
+
+
+async def test_an_engine_opened_and_cancelled_at_any_checkpoint_leaves_nothing() -> None:
+    async def act() -> None:
+        async with engine.open_engine("null", isolation="thread") as llm:
+            await llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=3))
+
+    step = 1
+    while await cancelled_at(step, act):
+        step += 1
+    assert step > 10
+
+
+async def test_one_labels_abort_does_not_touch_another_request() -> None:
+    params = SamplingParams(max_tokens=50, temperature=0)
+    async with (
+        engine.open_engine("null", isolation="thread", null_step_ms=1) as llm,
+        llm.generate([65], params, request_id="a") as ended,
+        llm.generate([65], params, request_id="b") as goes_on,
+    ):
+        llm.abort("a")
+        llm.abort("nobody")
+        first, second = await ended.collect(), await goes_on.collect()
+    assert first.outputs[0].finish_reason == "abort"
+    assert len(second.outputs[0].token_ids) == 50
+
+
+async def test_a_reader_that_comes_late_gets_one_large_delta() -> None:
+    async with (
+        engine.open_engine("null", isolation="thread") as llm,
+        llm.generate([65], SamplingParams(max_tokens=40)) as stream,
+    ):
+        await llm.wait_for_stats(lambda stats: not (llm.num_live or stats.num_running))
+        deltas = [delta async for delta in stream]
+    assert [len(delta.token_ids) for delta in deltas] == [40]

@@ -1,0 +1,116 @@
+"""Input and output processors on the null tokenizer: what is refused, what is resolved, how pieces become a whole."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.client.input_processor import InputProcessor, RequestOptions
+from engine.client.output_processor import RequestState
+from engine.client.tokenizer import load_tokenizer
+from engine.config import EngineConfig
+from engine.errors import Cause, InvalidRequest, PromptTooLong
+from engine.outputs import FinishReason
+from engine.protocol import EngineCoreOutput, EngineCoreRequest, EngineReady
+from engine.sampling_params import OutputKind, SamplingParams
+
+TOKENIZER = load_tokenizer("null")
+READY = EngineReady(0, 100, 16, 64, 1, 256, "null", 0)
+
+
+def processor(seed: int = 0) -> InputProcessor:
+    return InputProcessor(EngineConfig(model="null", seed=seed), READY, TOKENIZER)
+
+
+def requests_of(params: SamplingParams, prompt: str = "abc", seed: int = 0) -> list[EngineCoreRequest]:
+    inputs = processor(seed)
+    _, requests = inputs.make_requests(inputs.tokenize(prompt), params, RequestOptions())
+    return requests
+
+
+def test_children_get_their_own_seeds_and_ids() -> None:
+    requests = requests_of(SamplingParams(n=3, seed=10))
+    assert [request.sampling_params.seed for request in requests] == [10, 11, 12]
+    assert len({request.request_id for request in requests}) == 3
+    assert all(request.sampling_params.n == 1 for request in requests)
+
+
+def test_a_seed_is_drawn_from_the_clients_own_generator() -> None:
+    first, again, other = (requests_of(SamplingParams(), seed=seed)[0].sampling_params.seed for seed in (1, 1, 2))
+    assert first == again != other
+    assert 0 <= first < 2**64
+
+
+def test_a_negative_or_huge_seed_is_folded_into_64_bits() -> None:
+    assert requests_of(SamplingParams(seed=-1))[0].sampling_params.seed == 2**64 - 1
+    assert requests_of(SamplingParams(seed=2**64 - 1, n=2))[1].sampling_params.seed == 0
+
+
+def test_max_tokens_of_none_reaches_to_the_end_of_the_context() -> None:
+    assert requests_of(SamplingParams(max_tokens=None), "abcd")[0].sampling_params.max_tokens == 60
+
+
+@pytest.mark.parametrize(
+    ("length", "max_tokens", "fits"), [(63, 1, True), (60, 4, True), (60, 5, False), (64, 1, False), (64, None, False)]
+)
+def test_prompt_and_tokens_fit_the_context_exactly_or_are_refused(
+    length: int, max_tokens: int | None, fits: bool
+) -> None:
+    params = SamplingParams(max_tokens=max_tokens)
+    if fits:
+        assert requests_of(params, "x" * length)
+        return
+    with pytest.raises(PromptTooLong, match="64"):
+        requests_of(params, "x" * length)
+
+
+@pytest.mark.parametrize("prompt", ["", [], [256], [-1], [1.5], [True], None, 3, {"role": "user"}, [[1]], [{}]])
+def test_what_is_no_prompt_is_refused(prompt: object) -> None:
+    with pytest.raises(InvalidRequest):
+        processor().tokenize(prompt)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", list(OutputKind))
+@given(sizes=st.lists(st.integers(0, 3), min_size=1, max_size=6), fetches=st.lists(st.booleans(), min_size=6))
+def test_whatever_the_reader_fetches_and_when_the_whole_is_the_same(
+    kind: OutputKind, sizes: list[int], fetches: list[bool]
+) -> None:
+    (request,) = requests_of(SamplingParams(max_tokens=None))
+    state = RequestState("label", "abc", [request], kind, TOKENIZER, 0.0)
+    tokens, told, last = [], [], None
+    for step, size in enumerate(sizes):
+        new = [65 + step] * size
+        tokens += new
+        ends = step == len(sizes) - 1
+        reason = FinishReason.LENGTH if ends else None
+        state.add(EngineCoreOutput(request.request_id, new, finish_reason=reason), float(step))
+        if (fetches[step] or ends) and (news := state.fetch()) is not None:
+            last = news
+            told += news.token_ids
+    assert last is not None
+    assert last.finish_reason is FinishReason.LENGTH
+    assert (told if kind is OutputKind.DELTA else last.token_ids) == tokens
+    assert state.is_finished
+    assert state.fetch() is None
+
+
+def test_a_failed_request_tells_its_cause_and_keeps_its_text() -> None:
+    (request,) = requests_of(SamplingParams())
+    state = RequestState("label", None, [request], OutputKind.DELTA, TOKENIZER, 0.0)
+    state.add(EngineCoreOutput(request.request_id, [65]), 0.0)
+    cause = Cause("BadLogits", "NaN")
+    state.add(EngineCoreOutput(request.request_id, finish_reason=FinishReason.ERROR, error=cause), 1.0)
+    news = state.fetch()
+    assert news is not None
+    assert (news.text, news.finish_reason, news.error) == ("A", FinishReason.ERROR, cause)
+
+
+def test_what_comes_after_a_stop_string_is_not_counted() -> None:
+    (request,) = requests_of(SamplingParams(stop="B", max_tokens=None))
+    state = RequestState("label", None, [request], OutputKind.DELTA, TOKENIZER, 0.0)
+    assert state.add(EngineCoreOutput(request.request_id, [65, 66, 67]), 0.0) is True
+    assert state.add(EngineCoreOutput(request.request_id, [68]), 1.0) is False
+    news = state.fetch()
+    assert news is not None
+    assert (news.text, news.stop_reason, state.usage.completion_tokens) == ("A", "B", 2)
