@@ -16,6 +16,7 @@ from typing import NoReturn
 
 import trio
 
+from engine import __version__
 from engine.client.async_llm import AsyncLLM
 from engine.config import EngineConfig, ServeConfig
 from engine.errors import ConfigError, EngineDeadError, ModelError, RequestError, root_cause
@@ -95,6 +96,7 @@ async def _serve_until(config: EngineConfig, serve_config: ServeConfig, stop: tr
             raise llm.death
 
     async with open_listeners(serve_config) as listeners:
+        logger.info("metronome %s: starting %s", __version__, config.model)
         await with_engine(config, stop, serve_engine)
     logger.info("stopped")
     return EXIT_OK

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,8 @@ from engine.models import DEFAULT
 from engine.program import EXIT_DEAD, EXIT_INTERRUPTED, EXIT_OK, until_stopped, with_engine
 from engine.sampling_params import SamplingParams
 from engine.terminal import TextWriter, read_all
+
+logger = logging.getLogger("engine")
 
 STDIN = "-"
 
@@ -43,6 +46,7 @@ async def generate_until(
     One completion is printed as it comes, several each when all have ended.
     """
     if prompt == STDIN:
+        logger.info("reading the prompt from standard input")
         read = b""
 
         async def read_prompt() -> None:

@@ -1,4 +1,4 @@
-"""The ladder of signals, on a body that takes no notice of anything."""
+"""The ladder of signals: the first asks, the second cancels, and a body that takes no notice is ended."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import trio
+
+from engine.signals import run_until_stopped
 
 BODY = """
 import sys, trio
@@ -72,3 +75,48 @@ def test_a_signal_while_modules_are_imported_exits_0(number: int, tmp_path: Path
         assert process.stdout.readline() == b"importing\n"
         process.send_signal(number)
         assert process.wait(timeout=20) == 0
+
+
+def send(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+async def test_the_first_signal_asks_the_body_to_stop() -> None:
+    async def body(stop: trio.Event) -> int:
+        send(signal.SIGTERM)
+        await stop.wait()
+        return 7
+
+    assert await run_until_stopped(body) == 7
+
+
+async def test_a_second_signal_cancels_the_body() -> None:
+    async def body(stop: trio.Event) -> int:
+        send(signal.SIGTERM)
+        await stop.wait()
+        send(signal.SIGINT)
+        await trio.sleep_forever()
+        return 7
+
+    assert await run_until_stopped(body) == 128 + signal.SIGINT
+
+
+async def test_a_signal_that_was_taken_is_not_counted() -> None:
+    taken: list[int] = []
+    was_taken = trio.Event()
+
+    def takes(number: int) -> bool:
+        taken.append(number)
+        was_taken.set()
+        return len(taken) == 1
+
+    async def body(stop: trio.Event) -> int:
+        send(signal.SIGINT)
+        await was_taken.wait()
+        assert not stop.is_set()
+        send(signal.SIGINT)
+        await stop.wait()
+        return 7
+
+    assert await run_until_stopped(body, takes) == 7
+    assert taken == [signal.SIGINT, signal.SIGINT]

@@ -56,7 +56,7 @@ async def abort(config: EngineConfig, url: str | None, cuts: Cuts, input_len: in
             idle_s.append(await _wait_idle(server))
         after = StreamTimes()
         one = Workload(1, input_len, min(output_len, 8), cuts.seed)
-        await read_stream(server, completion_body(server, one.prompts()[0], one), after)
+        await read_stream(server, completion_body(server, one.prompts(server.vocab_size)[0], one), after)
         settings = {"model": server.model} | cuts._asdict() | {"input_len": input_len, "output_len": output_len}
         report = Report("abort", settings)
         report.add("cuts", cuts.num_streams * cuts.num_rounds)
@@ -67,7 +67,7 @@ async def abort(config: EngineConfig, url: str | None, cuts: Cuts, input_len: in
 
 async def _cut_all(server: Server, workload: Workload, cuts: Cuts, draw: random.Random) -> None:
     async with trio.open_nursery() as nursery:
-        for prompt in workload.prompts():
+        for prompt in workload.prompts(server.vocab_size):
             after_s, resets = draw.uniform(0, cuts.within_s), draw.random() < 0.5
             nursery.start_soon(_cut_one, server, workload, prompt, after_s, resets)
 

@@ -19,9 +19,9 @@ async def latency(config: EngineConfig, workload: Workload, stop: trio.Event) ->
     async def measure(llm: AsyncLLM) -> None:
         nonlocal report
         times = StreamTimes()
-        first, *_ = workload.prompts()
-        await _stream(llm, first, workload, StreamTimes())  # not counted: caches and threads are cold
-        for prompt in tqdm(workload.prompts(), desc="Streams", unit="stream", disable=None):
+        prompts = workload.prompts(llm.ready.vocab_size)
+        await _stream(llm, prompts[0], workload._replace(output_len=2), StreamTimes())  # not counted: all is cold
+        for prompt in tqdm(prompts, desc="Streams", unit="stream", disable=None):
             await _stream(llm, prompt, workload, times)
         report = Report("latency", {"model": llm.model_name} | workload.settings())
         report.add("output_throughput", times.num_tokens / sum(times.whole_s), "tokens/s")

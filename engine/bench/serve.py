@@ -22,7 +22,7 @@ async def serve(config: EngineConfig, url: str | None, num_streams: int, workloa
     """Complete the workload over `num_streams` sockets at once and report the times their tokens came."""
     async with open_server(config, url) as server:
         times = StreamTimes()
-        waiting = deque(completion_body(server, prompt, workload) for prompt in workload.prompts())
+        waiting = deque(completion_body(server, prompt, workload) for prompt in workload.prompts(server.vocab_size))
         began_s = trio.current_time()
         with tqdm(total=len(waiting), desc="Streams", unit="stream", disable=None) as bar:
             async with trio.open_nursery() as nursery:

@@ -7,7 +7,7 @@ import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import msgspec
 import trio
@@ -16,11 +16,15 @@ import engine
 from engine.bench.http_client import Address, get
 from engine.config import EngineConfig, settings_of
 from engine.errors import Cause, ConfigError, EngineDeadError
+from engine.executor.null import VOCAB_SIZE as NULL_VOCAB_SIZE
 from engine.flags import flags_of
+from engine.models import NULL_MODEL
 from engine.program import EXIT_USAGE
 from transport.process import Child, describe_exit, open_child, write_to_stderr
 from transport.services import open_services
 
+SURE_VOCAB_SIZE = 32000
+"""Ids that every language model has; a server does not tell how many it has."""
 TERM_GRACE_S = 10.0
 """How long the server may take to stop in order before it is killed."""
 _OWN_SETTINGS = {"model", "seed", "log_level", "enable_prefix_caching"}
@@ -34,13 +38,19 @@ _READY = re.compile(r"ready: .* on (http://\S+)")
 _PREFIX = "metronome: "
 
 
-class Server:
-    """Where it listens and which model it serves."""
+class Server(NamedTuple):
+    """Where it listens, which model it serves, and how many token ids that surely has."""
 
-    def __init__(self, address: Address, model: str) -> None:
-        """Stand for the server at `address`."""
-        self.address = address
-        self.model = model
+    address: Address
+    model: str
+    vocab_size: int
+
+    @classmethod
+    async def at(cls, address: Address) -> Server:
+        """Ask the server at `address` what it serves."""
+        models = msgspec.json.decode(await get(address, "/v1/models"))
+        model = str(models["data"][0]["id"])
+        return cls(address, model, NULL_VOCAB_SIZE if model == NULL_MODEL else SURE_VOCAB_SIZE)
 
 
 @asynccontextmanager
@@ -54,8 +64,7 @@ async def open_server(config: EngineConfig, url: str | None) -> AsyncIterator[Se
     """
     if url is not None:
         _refuse_settings(config)
-        address = Address.of(url)
-        yield Server(address, await _model_at(address))
+        yield await Server.at(Address.of(url))
         return
     ready = trio.Event()
     found = ""
@@ -78,8 +87,7 @@ async def open_server(config: EngineConfig, url: str | None) -> AsyncIterator[Se
     async with child_of_ours as child, open_services() as services:
         services.start_soon(_raise_death, child)
         await ready.wait()
-        address = Address.of(found)
-        yield Server(address, await _model_at(address))
+        yield await Server.at(Address.of(found))
 
 
 async def _raise_death(child: Child) -> NoReturn:
@@ -88,11 +96,6 @@ async def _raise_death(child: Child) -> NoReturn:
     if status == EXIT_USAGE and last:
         raise ConfigError(last.removeprefix(_PREFIX))
     raise EngineDeadError(Cause("ServerDied", describe_exit(child.name, status, child.stderr_tail)))
-
-
-async def _model_at(address: Address) -> str:
-    models = msgspec.json.decode(await get(address, "/v1/models"))
-    return str(models["data"][0]["id"])
 
 
 def _refuse_settings(config: EngineConfig) -> None:

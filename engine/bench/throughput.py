@@ -23,7 +23,7 @@ def throughput(config: EngineConfig, workload: Workload, *, is_profiled: bool) -
     """
     llm = LLM(**msgspec.structs.asdict(config))
     profile = StepProfile()
-    prompts, params = workload.prompts(), workload.params()
+    prompts, params = workload.prompts(llm.ready.vocab_size), workload.params()
     began_s = time.perf_counter()
     with profile.measure(llm) if is_profiled else nullcontext():
         outputs = llm.generate(prompts, params, use_tqdm=sys.stderr.isatty())

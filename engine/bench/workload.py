@@ -10,8 +10,8 @@ from engine.bench.report import Report
 from engine.errors import ConfigError
 from engine.sampling_params import SamplingParams
 
-_LOWEST_ID, _HIGHEST_ID = 32, 255
-"""Ids that every vocabulary has; what they spell costs the engine the same."""
+_SPECIAL = 1000
+"""Ids from here on are words: below lie single bytes and special tokens, after which models write no text."""
 
 
 class Workload(NamedTuple):
@@ -29,10 +29,11 @@ class Workload(NamedTuple):
     output_len: int
     seed: int
 
-    def prompts(self) -> list[list[int]]:
-        """Return the prompts' token ids."""
+    def prompts(self, vocab_size: int) -> list[list[int]]:
+        """Return the prompts' token ids, words of a vocabulary of `vocab_size`."""
         draw = random.Random(self.seed)
-        return [draw.choices(range(_LOWEST_ID, _HIGHEST_ID + 1), k=self.input_len) for _ in range(self.num_prompts)]
+        ids = range(_SPECIAL if vocab_size > _SPECIAL else 0, vocab_size)
+        return [draw.choices(ids, k=self.input_len) for _ in range(self.num_prompts)]
 
     def params(self) -> SamplingParams:
         """Return what every prompt is completed with."""
@@ -54,7 +55,8 @@ class StreamTimes:
 
     Attributes:
         first_token_s: From asking to the first token, a stream.
-        inter_token_s: Between two arrivals of a stream; one may bring several tokens to a slow reader.
+        inter_token_s: Between two arrivals of a stream. One may bring several tokens to a slow reader, and over HTTP
+            a token that completes no character brings none.
         per_token_s: From the first token to the last, divided by the tokens between, a stream.
         whole_s: From asking to the last token, a stream.
         num_tokens: Of all streams that were closed.

@@ -1,0 +1,229 @@
+"""`bench` as a person runs it, on the integer model: tables, the same figures as JSON, Ctrl-C, nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import termios
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import engine
+from engine.bench.http_client import Address
+from engine.bench.profile import StepProfile
+from engine.bench.report import Report
+from engine.bench.workload import StreamTimes, Workload
+from engine.errors import ConfigError
+from engine.executor.null import expected_tokens
+
+ROOT = Path(__file__).parent.parent
+MODULE = [sys.executable, "-m", "engine", "bench"]
+TIMEOUT_S = 60
+SHORT = ["--input-len", "8", "--output-len", "4"]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*MODULE, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+
+
+# -- parts ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_seed_fixes_the_prompts() -> None:
+    workload = Workload(3, 5, 7, seed=1)
+    assert workload.prompts(256) == workload.prompts(256) != workload._replace(seed=2).prompts(256)
+    assert [len(prompt) for prompt in workload.prompts(256)] == [5, 5, 5]
+    assert all(1000 <= token_id < 32000 for prompt in workload.prompts(32000) for token_id in prompt)
+
+
+def test_a_report_shows_people_and_programs_the_same_figures() -> None:
+    report = Report("one", {"num_streams": 2})
+    report.add("output_throughput", 12.5, "tokens/s")
+    report.add_times("whole_answer", [0.001, 0.003])
+    report.add_times("none_came", [])
+    assert report.as_json() == {
+        "bench": "one",
+        "settings": {"num_streams": 2},
+        "figures": {"output_throughput_tokens_per_s": 12.5},
+        "times": {
+            "whole_answer": {"mean_ms": 2.0, "p50_ms": 2.0, "p90_ms": 2.8, "p99_ms": pytest.approx(2.98), "max_ms": 3.0}
+        },
+    }
+    shown = report.render()
+    assert "output throughput  12.5 tokens/s" in shown
+    assert shown.splitlines()[-1].split() == ["whole", "answer", "2", "2", "2.8", "2.98", "3"]
+
+
+def test_the_times_of_a_stream_are_taken_apart() -> None:
+    times = StreamTimes()
+    stream = times.open(1.0)
+    for now_s in (2.0, 2.5, 4.0):
+        stream.add(now_s)
+    stream.close(5)  # one arrival brought several tokens
+    assert (times.first_token_s, times.inter_token_s, times.per_token_s) == ([1.0], [0.5, 1.5], [0.5])
+    assert (times.whole_s, times.num_tokens) == ([3.0], 5)
+
+
+@pytest.mark.parametrize("url", ["", "localhost:8000", "https://localhost", "http://", "http://h:99999"])
+def test_only_http_addresses_are_taken(url: str) -> None:
+    with pytest.raises(ConfigError, match="--url must be like"):
+        Address.of(url)
+    assert Address.of("http://host:80/base/") == ("host", 80, "/base")
+
+
+def test_profiling_changes_no_token_and_leaves_no_timer() -> None:
+    llm = engine.LLM("null", max_num_seqs=4)
+    workload, profile = Workload(6, 20, 10, seed=3), StepProfile()
+    with profile.measure(llm):
+        outputs = llm.generate(workload.prompts(256), workload.params(), use_tqdm=False)
+    expected = [expected_tokens(prompt, workload.params(), 10) for prompt in workload.prompts(256)]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    for part in (llm.core, llm.client, llm.runner):
+        assert not {"plan", "commit", "get_output", "execute"} & vars(part).keys()
+    rows = profile.table().rows
+    parts = [row for name, row in rows.items() if name != "total" and not name.startswith("beside")]
+    assert sum(row[1] for row in parts) == pytest.approx(100)
+    assert all(row[0] >= 0 for row in rows.values())
+    assert 0 < profile.python_share() < 100
+
+
+# -- whole ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "flags", "figures", "tables"),
+    [
+        ("throughput", ["--num-prompts", "4", "--profile"], ["output_throughput_tokens_per_s"], ["step"]),
+        ("latency", ["--num-prompts", "2"], ["output_throughput_tokens_per_s"], ["times"]),
+        ("serve", ["--num-prompts", "6", "--num-streams", "3"], ["output_throughput_tokens_per_s"], ["times"]),
+        ("abort", ["--num-streams", "4", "--rounds", "2", "--within-ms", "50"], ["cuts"], ["times"]),
+    ],
+)
+def test_each_bench_prints_a_table_and_writes_json(
+    name: str, flags: list[str], figures: list[str], tables: list[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "report.json"
+    file.write_text("an earlier report")
+    result = run(name, "null", *flags, *SHORT, "--json", str(file))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"bench {name}: model null")
+    report = json.loads(file.read_text())
+    assert report["bench"] == name
+    assert all(report["figures"][figure] > 0 for figure in figures)
+    assert all(report[table] for table in tables)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["throughput", "null", "--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
+        (["throughput", "null", "--json", "no/such/folder"], "--json no/such/folder cannot be written"),
+        (["throughput", "null", "--input-len", "9000"], "the prompt has 9000 tokens"),
+        (["serve", "null", "--max-model-len", "10"], "the server answered 400"),
+        (["serve", "no-such-model"], "unknown model 'no-such-model'"),
+        (["serve", "--url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1"),
+        (["serve", "--url", "http://127.0.0.1:1", "--max-num-seqs", "3"], "--max-num-seqs cannot be given with --url"),
+    ],
+)
+def test_a_wrong_bench_exits_2_with_a_clear_last_line(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.returncode == 2
+    assert message in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    processes: list[subprocess.Popen[str]] = []
+
+    def start(*arguments: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "engine", *arguments],
+            cwd=ROOT,
+            stderr=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_a_running_server_is_measured_and_left_running(start: Any) -> None:
+    server = start("serve", "null", "--port", "0")
+    url = next(line.split(" on ")[1].split()[0] for line in server.stderr if "ready: " in line)
+    result = run("serve", "--url", url, "--num-prompts", "4", "--num-streams", "2", *SHORT)
+    assert result.returncode == 0, result.stderr
+    assert run("abort", "--url", url, "--num-streams", "4", "--rounds", "1", "--within-ms", "20").returncode == 0
+    assert urllib.request.urlopen(url + "/health", timeout=10).status == 200
+
+
+def descendants(pid: int) -> list[int]:
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return children + [each for child in children for each in descendants(child)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "flags", "num_descendants"),
+    [
+        ("throughput", ["--num-prompts", "2"], 0),
+        ("latency", ["--num-prompts", "2"], 2),  # the engine and its reaper
+        ("serve", ["--num-prompts", "2"], 4),  # the server, its engine, and their reapers
+        ("abort", ["--rounds", "1000"], 4),
+    ],
+)
+def test_ctrl_c_ends_a_bench_with_130_no_traceback_and_nothing_left(
+    name: str, flags: list[str], num_descendants: int
+) -> None:
+    terminal, side = os.openpty()  # a bar is drawn on terminals alone; it tells that the bench is under way
+    termios.tcsetwinsize(side, (40, 100))
+    flags = [*flags, "--null-step-ms", "2", "--output-len", "2000"]
+    process = subprocess.Popen([*MODULE, name, "null", *flags], cwd=ROOT, stderr=side, stdout=subprocess.DEVNULL)
+    os.close(side)
+    try:
+        shown = ""
+        while "0%" not in shown:
+            more = _read(terminal)
+            assert more, shown
+            shown += more
+        pidfds = [os.pidfd_open(pid) for pid in descendants(process.pid)]
+        process.send_signal(signal.SIGINT)
+        while more := _read(terminal):
+            shown += more
+        assert process.wait(TIMEOUT_S) == 130, shown
+        assert "Traceback" not in shown
+        assert len(pidfds) == num_descendants
+        for pidfd in pidfds:
+            assert select.select([pidfd], [], [], 5.0)[0], "a process outlived its bench"
+            os.close(pidfd)
+    finally:
+        process.kill()
+        process.wait()
+        os.close(terminal)
+
+
+def _read(terminal: int) -> str:
+    """Return what is shown next, nothing at the end."""
+    assert select.select([terminal], [], [], TIMEOUT_S)[0], "nothing is shown any more"
+    try:
+        return os.read(terminal, 4096).decode()
+    except OSError:  # nobody has the other side any more
+        return ""

@@ -1,0 +1,277 @@
+"""The verbs `generate`, `chat` and `models` as a person runs them: real processes on the integer model."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine.executor.null import expected_tokens
+from engine.sampling_params import SamplingParams
+
+ROOT = Path(__file__).parent.parent
+MODULE = [sys.executable, "-m", "engine"]
+TIMEOUT_S = 60
+
+pytestmark = pytest.mark.slow
+
+
+def run(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*MODULE, *arguments], cwd=ROOT, input=text, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
+    )
+
+
+def answer(prompt: str, num_tokens: int) -> str:
+    return bytes(expected_tokens(prompt.encode(), SamplingParams(temperature=0), num_tokens)).decode()
+
+
+def chat_answer(messages: list[tuple[str, str]], num_tokens: int) -> str:
+    prompt = "".join(f"{role}: {content}\n" for role, content in messages) + "assistant: "
+    return answer(prompt, num_tokens)
+
+
+# -- generate ---------------------------------------------------------------------------------------------------------
+
+
+def test_generate_takes_its_prompt_from_words_a_file_or_standard_input(tmp_path: Path) -> None:
+    expected = answer("hello", 7) + "\n"
+    (tmp_path / "prompt").write_text("hello")
+    for words, text in (
+        (["null", "hello"], ""),
+        (["null", "--file", str(tmp_path / "prompt")], ""),
+        (["null", "-"], "hello"),
+    ):
+        result = run("generate", *words, "--max-tokens", "7", text=text)
+        assert (result.returncode, result.stdout, result.stderr) == (0, expected, "")
+
+
+def test_generate_prints_several_completions_one_after_the_other() -> None:
+    result = run("generate", "null", "hello", "--n", "2", "--max-tokens", "5", "--chat")
+    text = chat_answer([("user", "hello")], 5)
+    assert result.stdout == f"[0: length]\n{text}\n[1: length]\n{text}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no PROMPT"),
+        (["a", "b", "c"], "3 words beside flags"),
+        (["null", "b", "--file", "x"], "2 words beside flags"),
+        (["--file", "no-such-file"], "--file no-such-file cannot be read"),
+        (["null", "hi", "--temperature", "3"], "temperature must be from 0 to 2, got 3.0"),
+        (["null", "hi", "--max-tokens", "9999"], "max_tokens is 9999"),
+        (["null", ""], "the prompt is empty"),
+    ],
+)
+def test_a_wrong_generate_exits_2_with_one_clear_line(words: list[str], message: str) -> None:
+    result = run("generate", *words)
+    assert result.returncode == 2
+    assert message in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+
+
+def test_a_prompt_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "prompt").write_bytes(b"\xff\xfe")
+    result = run("generate", "null", "--file", str(tmp_path / "prompt"))
+    assert result.returncode == 2
+    assert "is not UTF-8 text" in result.stderr
+
+
+@pytest.fixture
+def start() -> Iterator[Any]:
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(*arguments: str, **options: Any) -> subprocess.Popen[bytes]:
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": ROOT} | options
+        processes.append(subprocess.Popen([*MODULE, *arguments], **options))
+        return processes[-1]
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_ctrl_c_ends_generate_with_130_and_no_traceback(start: Any) -> None:
+    process = start("generate", "null", "hi", "--max-tokens", "8000", "--null-step-ms", "5")
+    assert process.stdout.read(3) == answer("hi", 3).encode()
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert (process.returncode, errors) == (130, b"")
+
+
+def test_ctrl_c_ends_a_generate_that_waits_for_its_prompt(start: Any) -> None:
+    process = start("generate", "null", "-", "--log-level", "info", stdin=subprocess.PIPE)
+    assert b"reading the prompt" in process.stderr.readline()
+    process.stdin.write(b"half a prompt")
+    process.stdin.flush()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(TIMEOUT_S) == 130
+
+
+def test_a_reader_that_has_gone_ends_generate_quietly(start: Any) -> None:
+    process = start("generate", "null", "hi", "--max-tokens", "8000", "--null-step-ms", "1")
+    process.stdout.read(1)
+    process.stdout.close()
+    assert process.wait(TIMEOUT_S) == 128 + signal.SIGPIPE
+    assert process.stderr.read() == b""
+    process.stdout = None
+
+
+def test_each_ended_request_is_logged_at_debug() -> None:
+    result = run("generate", "null", "hello", "--max-tokens", "7", "--log-level", "debug")
+    (line,) = [line for line in result.stderr.splitlines() if "ended: " in line]
+    assert "ended: length, 5 prompt tokens (0 cached), 7 generated, first token 0." in line
+
+
+# -- chat -------------------------------------------------------------------------------------------------------------
+
+
+def test_chat_from_a_pipe_answers_each_line_and_remembers() -> None:
+    result = run(
+        "chat", "null", "--temperature", "0", "--max-tokens", "6", "--system", "be", text="one\n\ntwo\n/reset\none\n"
+    )
+    first = chat_answer([("system", "be"), ("user", "one")], 6)
+    second = chat_answer([("system", "be"), ("user", "one"), ("assistant", first), ("user", "two")], 6)
+    assert result.stdout == f"{first}\n{second}\n{first}\n"
+    assert result.returncode == 0
+
+
+def test_chat_drops_the_oldest_messages_with_the_numbers_and_refuses_what_alone_is_too_long() -> None:
+    lines = ["a" * 30, "b" * 30, "c" * 30, "d" * 200, "b"]
+    flags = ["--max-model-len", "120", "--max-tokens", "10", "--temperature", "0"]
+    result = run("chat", "null", *flags, text="\n".join(lines))
+    first, second, third, fourth = result.stdout.splitlines()
+    assert second == chat_answer([("user", lines[0]), ("assistant", first), ("user", lines[1])], 10)
+    assert "forgot the 2 oldest messages" in result.stderr
+    assert third == chat_answer([("user", lines[1]), ("assistant", second), ("user", lines[2])], 10)
+    assert "refused: the message has 218 tokens and the context holds 120, of which 10 are kept" in result.stderr
+    assert len(fourth) == 10
+
+
+def test_chat_says_what_it_does_not_know() -> None:
+    result = run("chat", "null", text="/what now\n/help\n/exit\nnot read\n")
+    assert "unknown command /what" in result.stderr
+    assert (result.returncode, result.stdout) == (0, "")
+
+
+class Terminal:
+    """A chat on a terminal of its own; what it shows is read as it comes."""
+
+    def __init__(self, *arguments: str) -> None:
+        self.shown = ""
+        self._main, side = os.openpty()
+        self.process = subprocess.Popen(
+            [*MODULE, "chat", "null", *arguments],
+            cwd=ROOT,
+            stdin=side,
+            stdout=side,
+            stderr=side,
+            start_new_session=True,
+            preexec_fn=_take_terminal,  # so that Ctrl-C reaches it
+        )
+        os.close(side)
+
+    def type(self, text: str) -> None:
+        os.write(self._main, text.encode())
+
+    def wait(self, text: str) -> None:
+        """Read until `text` is shown, and forget what was shown up to it."""
+        while text not in self.shown:
+            readable, _, _ = select.select([self._main], [], [], TIMEOUT_S)
+            assert readable, self.shown
+            self.shown += os.read(self._main, 4096).decode()
+        self.shown = self.shown.partition(text)[2]
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._main)
+
+
+def _take_terminal() -> None:
+    import fcntl
+    import termios
+
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+@pytest.fixture
+def open_terminal() -> Iterator[Any]:
+    terminals: list[Terminal] = []
+
+    def open_terminal(*arguments: str) -> Terminal:
+        terminals.append(Terminal(*arguments))
+        return terminals[-1]
+
+    yield open_terminal
+    for terminal in terminals:
+        terminal.close()
+
+
+def test_ctrl_c_stops_the_answer_and_then_warns_and_then_ends_the_chat(open_terminal: Any) -> None:
+    terminal = open_terminal("--null-step-ms", "5", "--temperature", "0")
+    terminal.wait("> ")
+    terminal.type("hi\n")
+    terminal.wait(chat_answer([("user", "hi")], 3))
+    terminal.type("\x03")
+    terminal.wait("(stopped)")
+    terminal.wait("> ")
+    terminal.type("\x03")
+    terminal.wait("(Ctrl-C again or Ctrl-D to leave)")
+    terminal.wait("> ")
+    terminal.type("/reset\n")  # a line in between: the next Ctrl-C is a first one again
+    terminal.wait("> ")
+    terminal.type("\x03")
+    terminal.wait("(Ctrl-C again or Ctrl-D to leave)")
+    terminal.type("\x03")
+    assert terminal.process.wait(TIMEOUT_S) == 0
+
+
+def test_ctrl_d_ends_the_chat(open_terminal: Any) -> None:
+    terminal = open_terminal()
+    terminal.wait("> ")
+    terminal.type("\x04")
+    assert terminal.process.wait(TIMEOUT_S) == 0
+
+
+def test_sigterm_ends_a_chat_amid_an_answer(open_terminal: Any) -> None:
+    terminal = open_terminal("--null-step-ms", "5", "--temperature", "0")
+    terminal.wait("> ")
+    terminal.type("hi\n")
+    terminal.wait(chat_answer([("user", "hi")], 3))
+    terminal.process.send_signal(signal.SIGTERM)
+    assert terminal.process.wait(TIMEOUT_S) == 0
+
+
+def test_a_chat_whose_engine_dies_exits_1_with_the_cause(open_terminal: Any) -> None:
+    terminal = open_terminal("--log-level", "info")
+    terminal.wait("> ")
+    pid = terminal.process.pid
+    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    engines = [child for child in children if b"engine_process" in Path(f"/proc/{child}/cmdline").read_bytes()]
+    os.kill(engines[0], signal.SIGKILL)
+    terminal.wait("the engine died: ")
+    terminal.wait("SIGKILL")
+    assert terminal.process.wait(TIMEOUT_S) == 1
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_models_are_listed_as_a_table_and_checked() -> None:
+    header, *rows = run("models").stdout.splitlines()
+    assert header.split() == ["NAME", "CACHED", "SIZE", "ARCHITECTURE", "CONTEXT", "LICENSE", "ALSO", "CALLED"]
+    assert any(row.startswith("SmolLM2-135M-Instruct") for row in rows)
+    assert run("models", "check", "null").stdout.startswith("null: loads and runs; context 8192 tokens")
+    result = run("models", "check", str(ROOT / "tests"))
+    assert result.returncode == 2
+    assert "is not a model folder" in result.stderr
