@@ -121,5 +121,7 @@ class LLM:
 
 
 def _is_one(prompts: Any) -> bool:
-    """Whether `prompts` is one prompt (text, token ids or chat messages) and not a list of them."""
-    return isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int | Mapping))
+    """Whether `prompts` is one prompt (text, token ids, chat messages, or none at all) and not a list of them."""
+    if isinstance(prompts, str) or not isinstance(prompts, Sequence):
+        return True
+    return len(prompts) > 0 and isinstance(prompts[0], int | Mapping)

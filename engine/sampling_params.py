@@ -18,6 +18,10 @@ MAX_N = 128
 """Most completions one request may ask for."""
 MAX_STOP_STRINGS = 64
 """Most stop strings one request may carry."""
+MAX_STOP_LENGTH = 1024
+"""Most characters of one stop string."""
+MAX_TOP_K = 2**31 - 1
+"""No vocabulary is larger; what is sent must fit a word."""
 GREEDY_BELOW = 1e-5
 """Temperatures under this take the arg max; no scaling is applied."""
 
@@ -79,7 +83,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _freeze(self, "eos_token_ids", self.eos_token_ids, int)
         _check_int("n", self.n, 1, MAX_N)
         _check_number("temperature", self.temperature, 0.0, 2.0)
-        _check_int("top_k", self.top_k, -1, None)
+        _check_int("top_k", self.top_k, -1, MAX_TOP_K)
         _check_number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0:
             raise InvalidRequest("top_p must be greater than 0 and at most 1, got 0", param="top_p")
@@ -96,8 +100,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise InvalidRequest(
                 f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}", param="stop"
             )
-        if not all(self.stop):
-            raise InvalidRequest("stop must not hold an empty string: it would end every text at once", param="stop")
+        for text in self.stop:
+            _check_stop_string(text)
         if self.output_kind is not None:
             msgspec.structs.force_setattr(self, "output_kind", _output_kind(self.output_kind))
 
@@ -105,6 +109,29 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW
+
+
+def check_text(name: str, text: str | None) -> None:
+    """Refuse lone surrogates in `text`: they are no characters and cannot be sent.
+
+    Raises:
+        InvalidRequest: Naming the parameter; the caller's fault.
+    """
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError:
+        message = f"{name} must be valid Unicode without lone surrogates, got {ascii(text)[:40]}"
+        raise InvalidRequest(message, param=name) from None
+
+
+def _check_stop_string(text: str) -> None:
+    if not text:
+        raise InvalidRequest("stop must not hold an empty string: it would end every text at once", param="stop")
+    if len(text) > MAX_STOP_LENGTH:
+        raise InvalidRequest(
+            f"a stop string may have at most {MAX_STOP_LENGTH} characters, got {len(text)}", param="stop"
+        )
+    check_text("stop", text)
 
 
 def _output_kind(value: Any) -> OutputKind:
@@ -120,9 +147,10 @@ def _freeze(params: SamplingParams, name: str, values: Any, kind: type) -> None:
     if not isinstance(values, list | tuple):
         raise InvalidRequest(f"{name} must be a list of {kind.__name__}, got {values!r}", param=name)
     for value in values:
-        fits = isinstance(value, kind) and not isinstance(value, bool)
-        if not fits or (isinstance(value, int) and not 0 <= value < 2**31):
+        if not isinstance(value, kind) or isinstance(value, bool):
             raise InvalidRequest(f"{name} must hold only {kind.__name__} values, got {value!r}", param=name)
+        if isinstance(value, int) and not 0 <= value < 2**31:
+            raise InvalidRequest(f"{name} must hold token ids from 0 to {2**31 - 1}, got {value}", param=name)
     msgspec.structs.force_setattr(params, name, tuple(values))
 
 

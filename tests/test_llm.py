@@ -57,6 +57,12 @@ def test_a_refused_prompt_starts_nothing(llm: engine.LLM) -> None:
     assert llm.stats().num_running == llm.stats().num_waiting == 0
 
 
+@pytest.mark.parametrize("prompts", [5, None, [None], [5.0], {}])
+def test_what_is_no_prompt_is_refused(llm: engine.LLM, prompts: object) -> None:
+    with pytest.raises(InvalidRequest, match="prompt"):
+        llm.generate(prompts, use_tqdm=False)
+
+
 def test_an_interrupted_call_leaves_no_request_and_no_block(llm: engine.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     sample = type(llm.runner).sample
     num_steps = 0

@@ -40,6 +40,7 @@ def assert_eager_is_greedy(folder: Path, prompts: list[list[int]], answers: list
         folder, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     for prompt, answer in zip(prompts, answers, strict=True):
+        assert len(answer) == NUM_NEW_TOKENS
         with torch.inference_mode():
             logits = model(torch.tensor([prompt + answer])).logits[0]
         assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == answer

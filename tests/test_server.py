@@ -231,6 +231,25 @@ async def test_fifty_requests_sent_during_a_step_are_in_the_next_plan() -> None:
         assert num_rows[:2] == [1, 51]
 
 
+async def test_an_abort_sent_during_a_step_wins_over_that_steps_token() -> None:
+    in_second_step, may_go_on = threading.Event(), threading.Event()
+
+    def hold_second_step(step: int, plan: SchedulerOutput) -> None:
+        if step == 2:
+            in_second_step.set()
+            may_go_on.wait()
+
+    async with running(hold_second_step) as harness:
+        harness.add("a", [65])
+        await trio.to_thread.run_sync(in_second_step.wait)
+        harness.send(AbortRequest([RequestId("a")]))
+        await trio.testing.wait_all_tasks_blocked()
+        may_go_on.set()
+        await harness.read_until(lambda: "a" in harness.ends)
+        assert harness.ends["a"].finish_reason is FinishReason.ABORT
+        assert harness.tokens["a"] == expected_tokens([65], GREEDY, 1)
+
+
 async def test_a_duplicate_id_costs_the_newcomer_alone() -> None:
     async with running() as harness:
         harness.add("same", [65])

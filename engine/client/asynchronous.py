@@ -71,7 +71,11 @@ class AsyncMPClient(EngineCoreClient):
         if self.death is not None:
             raise self.death
         self._admit(request)
-        self._connection.send(request)
+        try:
+            self._connection.send(request)
+        except BaseException:
+            self._live.discard(request.request_id)  # nothing was sent, so no terminal output will come
+            raise
 
     def abort_requests(self, request_ids: Iterable[RequestId], reason: AbortReason) -> None:
         """Send an abort for those of the ids that are live."""

@@ -7,6 +7,7 @@ a stop string until it is decided. Put together, the increments are the text of 
 from __future__ import annotations
 
 import codecs
+import functools
 import re
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
@@ -107,11 +108,7 @@ class _StopString:
     def __init__(self, text: str) -> None:
         self.text = text
         self.num_matched = 0
-        self._borders = [0]
-        border = 0
-        for character in text[1:]:
-            border = self._next(border, character)
-            self._borders.append(border)
+        self._borders = _borders(text)
 
     def advance(self, character: str) -> bool:
         """Take the text's next character; True if the string ends with it."""
@@ -122,9 +119,23 @@ class _StopString:
         return True
 
     def _next(self, matched: int, character: str) -> int:
-        while matched and self.text[matched] != character:
-            matched = self._borders[matched - 1]
-        return matched + (self.text[matched] == character)
+        return _extended(self.text, self._borders, matched, character)
+
+
+@functools.lru_cache(maxsize=256)
+def _borders(text: str) -> list[int]:
+    """Return, for each beginning of `text`, the length of its longest proper border; shared, not to be changed."""
+    borders = [0]
+    for character in text[1:]:
+        borders.append(_extended(text, borders, borders[-1], character))
+    return borders
+
+
+def _extended(text: str, borders: list[int], matched: int, character: str) -> int:
+    """Return how much of `text` is matched after `character`, of which `matched` characters were before it."""
+    while matched and text[matched] != character:
+        matched = borders[matched - 1]
+    return matched + (text[matched] == character)
 
 
 class _Decoder(Protocol):

@@ -14,7 +14,7 @@ from engine.config import EngineConfig
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.outputs import RequestId
 from engine.protocol import EngineCoreRequest, EngineReady
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, check_text
 
 Messages = Sequence[Mapping[str, Any]]
 PromptInput = str | Sequence[int] | Messages
@@ -22,6 +22,8 @@ PromptInput = str | Sequence[int] | Messages
 
 _BASE_36 = "0123456789abcdefghijklmnopqrstuvwxyz"
 _SEED_BITS = 64
+MAX_PRIORITY = 2**31 - 1
+"""Priorities are from minus this to this; lower is more urgent."""
 
 
 class Prompt(NamedTuple):
@@ -105,6 +107,7 @@ class InputProcessor:
             raise PromptTooLong(
                 f"min_tokens is {params.min_tokens}, but only {room} fit the context", param="min_tokens"
             )
+        _check_options(options)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(_SEED_BITS)
         label = options.request_id or f"request-{_base_36(self._num_requests)}"
         return label, [self._make_request(label, prompt, params, options, seed + i, room) for i in range(params.n)]
@@ -149,6 +152,14 @@ class InputProcessor:
             raise InvalidRequest(
                 f"token id {wrong} is outside the vocabulary: ids are from 0 to {self._vocab_size - 1}", param="prompt"
             )
+
+
+def _check_options(options: RequestOptions) -> None:
+    if not -MAX_PRIORITY <= options.priority <= MAX_PRIORITY:
+        message = f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {options.priority}"
+        raise InvalidRequest(message, param="priority")
+    for name in ("request_id", "cache_salt", "client_key"):
+        check_text(name, getattr(options, name))
 
 
 def _base_36(number: int) -> str:

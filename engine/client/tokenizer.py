@@ -59,10 +59,12 @@ class Tokenizer:
             InvalidRequest: The text holds lone surrogates, which are no characters.
         """
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # A batch of one: unlike `encode`, it gives the interpreter lock up while it works.
+            (encoding,) = self._backend.encode_batch([text], add_special_tokens=add_special_tokens)
         except (TypeError, UnicodeEncodeError):
             shown = ascii(text[:40])
             raise InvalidRequest(f"text must be valid Unicode without lone surrogates, got {shown}") from None
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

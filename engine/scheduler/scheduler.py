@@ -271,6 +271,7 @@ class Scheduler:
         assert len(self.running) <= self._config.max_num_seqs, f"{len(self.running)} requests run"
         assert all(request.status is RequestStatus.RUNNING for request in self.running), self.running
         assert not any(request.status is RequestStatus.RUNNING for request in self.waiting), list(self.waiting)
+        assert all(request.num_computed_tokens == 0 for request in self.waiting), list(self.waiting)
         assert len(self.in_flight) <= self._capacity.max_concurrent_plans
         sampling = [planned.request for planned in self.in_flight if planned.row.samples and planned.counts]
         for request in [*self.running, *self.waiting]:

@@ -107,3 +107,16 @@ async def test_a_reader_that_comes_late_gets_one_large_delta() -> None:
         await llm.wait_for_stats(lambda stats: not (llm.num_live or stats.num_running))
         deltas = [delta async for delta in stream]
     assert [len(delta.token_ids) for delta in deltas] == [40]
+
+
+async def test_a_request_that_cannot_be_sent_does_not_count_as_live(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(message: object) -> None:
+        raise OverflowError("cannot be sent")
+
+    async with engine.open_engine("null", isolation="process") as llm:
+        with monkeypatch.context() as patched:
+            patched.setattr(llm._client._connection, "send", refuse)
+            with pytest.raises(OverflowError):
+                async with llm.generate([65]):
+                    pass
+        assert llm.num_live == 0

@@ -114,3 +114,24 @@ def test_what_comes_after_a_stop_string_is_not_counted() -> None:
     news = state.fetch()
     assert news is not None
     assert (news.text, news.stop_reason, state.usage.completion_tokens) == ("A", "B", 2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"priority": 2**31}, {"priority": -(2**70)}, {"cache_salt": "\ud800"}, {"client_key": "\udfff"}],
+)
+def test_options_that_cannot_be_sent_are_refused_by_name(options: dict[str, object]) -> None:
+    inputs = processor()
+    with pytest.raises(InvalidRequest) as caught:
+        inputs.make_requests(inputs.tokenize("a"), SamplingParams(), RequestOptions(**options))  # type: ignore[arg-type]
+    assert caught.value.param == next(iter(options))
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"top_k": 2**31}, {"stop": "x" * 1025}, {"stop": "\ud800"}, {"stop": ["a"] * 65}, {"stop_token_ids": [2**40]}],
+)
+def test_parameters_beyond_their_bounds_are_refused_by_name(params: dict[str, object]) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**params)  # type: ignore[arg-type]
+    assert caught.value.param == next(iter(params))
