@@ -60,7 +60,7 @@ class Report:
             width = max(map(len, table.rows), default=0)
             lines += ["", f"  {'':{width}}" + "".join(f"{_words(column):>12}" for column in table.columns)]
             for name, row in table.rows.items():
-                lines.append(f"  {_words(name):{width}}" + "".join(f"{_number(value)[-12:]:>12}" for value in row))
+                lines.append(f"  {_words(name):{width}}" + "".join(f"{_number(value):>12}" for value in row))
         return "\n".join(lines) + "\n"
 
     def as_json(self) -> dict[str, Any]:
