@@ -147,7 +147,8 @@ async def connect_process(config: EngineConfig, engine_index: int = 0) -> AsyncI
             async with router, pull:
                 addresses = router.bind(f"ipc://{folder}/requests"), pull.bind(f"ipc://{folder}/outputs")
                 argv = [sys.executable, "-P", "-c", _MAIN, str(engine_index), *addresses]
-                async with open_child(name, argv, term_grace_s=TERM_GRACE_S) as child, open_services() as services:
+                opened = open_child(name, argv, term_grace_s=TERM_GRACE_S, orphaned_folders=[folder])
+                async with opened as child, open_services() as services:
                     connection = ProcessConnection(child, router, pull, engine_index)
                     services.start_soon(connection.watch)
                     await connection.greet(config)

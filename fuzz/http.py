@@ -122,7 +122,7 @@ def post(body: dict[str, Any], *, close: bool = True) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def serving(*arguments: str) -> AsyncIterator[Target]:
+async def serving(*arguments: str, wait_until_ready: bool = True) -> AsyncIterator[Target]:
     """Serve the integer model in the background; what still runs at the end is killed."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
@@ -131,7 +131,8 @@ async def serving(*arguments: str) -> AsyncIterator[Target]:
         process = await nursery.start(partial(trio.run_process, argv, check=False))
         try:
             target = Target(process, port)
-            await _wait_until_ready(target)
+            if wait_until_ready:
+                await _wait_until_ready(target)
             yield target
         finally:
             with contextlib.suppress(ProcessLookupError):

@@ -2,7 +2,8 @@
 
     python -m fuzz kills --minutes 2 --seed 7
 
-Each round serves the integer model, opens some streams, and sends SIGKILL to the front at a drawn moment.
+Each round serves the integer model, opens some streams, and sends SIGKILL to the front at a drawn moment; every other
+round does so while it starts.
 """
 
 from __future__ import annotations
@@ -45,11 +46,15 @@ def _listening(pids: list[int]) -> set[str]:
 
 async def _round(draw: random.Random, folder: str) -> None:
     shared = set(os.listdir("/dev/shm"))
-    async with serving("--null-step-ms", "2") as target, contextlib.AsyncExitStack() as streams:
-        for _ in range(draw.randint(0, 16)):
+    starts = draw.random() < 0.5
+    async with (
+        serving("--null-step-ms", "2", wait_until_ready=not starts) as target,
+        contextlib.AsyncExitStack() as streams,
+    ):
+        for _ in range(0 if starts else draw.randint(0, 16)):
             stream = await streams.enter_async_context(await target.connect())
             await stream.send_all(post({"prompt": "x", "max_tokens": 8000, "stream": True, "ignore_eos": True}))
-        await trio.sleep(draw.random() * 0.2)
+        await trio.sleep(draw.random() * (2.0 if starts else 0.2))
         pids = _descendants(target.process.pid)
         paths = _listening([target.process.pid, *pids])
         pidfds = [os.pidfd_open(pid) for pid in pids]
@@ -61,7 +66,7 @@ async def _round(draw: random.Random, folder: str) -> None:
             for pidfd in pidfds:
                 os.close(pidfd)
         await target.process.wait()
-    assert pids, "there was no engine process"
+    assert pids or starts, "there was no engine process"
     _check_files(paths, folder, shared)
 
 

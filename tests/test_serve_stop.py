@@ -190,6 +190,21 @@ def test_killing_the_front_leaves_nothing(start_server: Any, tmp_path: Path) -> 
     assert not path.exists()
 
 
+def test_killing_the_front_while_the_engine_starts_leaves_nothing(start_server: Any, tmp_path: Path) -> None:
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "sitecustomize.py").write_text("import sys, time\nif sys.argv[0] == '-c': time.sleep(30)\n")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    server = start_server("null", env={"TMPDIR": str(temporary), "PYTHONPATH": str(tmp_path / "slow")})
+    while len(server.children) < 2:  # the engine and its reaper
+        time.sleep(0.01)
+    assert list(temporary.iterdir())
+    with all_gone(server.children):
+        server.process.kill()
+        server.process.wait()
+    assert not list(temporary.iterdir())
+
+
 def test_a_hung_process_shows_its_tasks_and_threads(start_server: Any) -> None:
     server = start_server(*STUCK)
     with start_stuck_request(server):

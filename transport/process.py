@@ -44,7 +44,12 @@ import os, signal, sys
 for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)
 os.read(0, 1)
-os.killpg(int(sys.argv[1]), signal.SIGKILL)
+try:
+    os.killpg(int(sys.argv[1]), signal.SIGKILL)
+finally:
+    import shutil
+    for path in sys.argv[2:]:
+        shutil.rmtree(path, ignore_errors=True)
 """
 
 
@@ -122,6 +127,7 @@ async def open_child(
     env: Mapping[str, str] | None = None,
     term_grace_s: float = 5.0,
     on_stderr_line: Callable[[str], None] = write_to_stderr,
+    orphaned_folders: Sequence[str] = (),
 ) -> AsyncIterator[Child]:
     """Start `argv` in a process group of its own; leaving the block ends the group, and nothing of it is left.
 
@@ -135,6 +141,7 @@ async def open_child(
         env: Added to this process's environment.
         term_grace_s: Seconds between SIGTERM and SIGKILL.
         on_stderr_line: Called with each line the child writes to stderr or stdout; must not raise.
+        orphaned_folders: The reaper removes them with all they hold, should this process be killed.
 
     Raises:
         RuntimeError: Not called from the main thread.
@@ -144,7 +151,7 @@ async def open_child(
         raise RuntimeError(f"{name} must be opened from the main thread: a child dies with the thread that started it")
     failure: BaseException | None = None
     with contextlib.ExitStack() as stack:
-        child = Child(name, _start(stack, argv, env or {}), on_stderr_line)
+        child = Child(name, _start(stack, argv, env or {}, orphaned_folders), on_stderr_line)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(child._attend)
@@ -239,7 +246,9 @@ class _LineReader:
         self._on_line(line)
 
 
-def _start(stack: contextlib.ExitStack, argv: Sequence[str], env: Mapping[str, str]) -> subprocess.Popen[bytes]:
+def _start(
+    stack: contextlib.ExitStack, argv: Sequence[str], env: Mapping[str, str], orphaned_folders: Sequence[str]
+) -> subprocess.Popen[bytes]:
     """Start child and reaper; unwinding `stack` leaves no process and no descriptor of them."""
     read_end, write_end = os.pipe()
     stack.callback(os.close, write_end)
@@ -255,7 +264,7 @@ def _start(stack: contextlib.ExitStack, argv: Sequence[str], env: Mapping[str, s
         )
         stack.callback(_kill_and_reap, child)
         reaper = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _REAPER, str(child.pid)],
+            [sys.executable, "-I", "-S", "-c", _REAPER, str(child.pid), *orphaned_folders],
             stdin=read_end,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
