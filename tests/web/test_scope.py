@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import socket
 import struct
 
@@ -38,9 +39,20 @@ async def all_free(served):
     await served.wait_counts(lambda running, waiting, used: running == waiting == used == 0)
 
 
+@pytest.fixture
+def reasons(caplog):
+    """Why each request ended, in order: a request that ran to its length would be free in the end too."""
+    caplog.set_level(logging.DEBUG, logger="engine.client.async_llm")
+
+    def reasons() -> list[str]:
+        return [str(record.args[1]) for record in caplog.records if "ended" in record.msg]
+
+    return reasons
+
+
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 @pytest.mark.parametrize("n", [1, 3])
-async def test_leaving_in_decode_aborts(open_served, leave, extra, stream, n):
+async def test_leaving_in_decode_aborts(open_served, reasons, leave, extra, stream, n):
     async with open_served(null_step_ms=STEP_MS) as served:
         connection = await served.connect()
         body = served.chat(stream=stream, n=n, max_tokens=3000)
@@ -50,11 +62,12 @@ async def test_leaving_in_decode_aborts(open_served, leave, extra, stream, n):
             assert (await connection.receive_some()).startswith(b"HTTP/1.1 200")
         leave(connection)
         await all_free(served)
+        assert reasons() == ["abort"] * n
         await connection.aclose()
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_leaving_in_the_queue_aborts_without_disturbing_what_runs(open_served, leave, extra, stream):
+async def test_leaving_in_the_queue_aborts_without_disturbing_what_runs(open_served, reasons, leave, extra, stream):
     async with open_served(null_step_ms=STEP_MS, max_num_seqs=1) as served, await served.connect() as running:
         await running.send_all(served.http("POST", "/v1/chat/completions", served.chat(max_tokens=3000)))
         await served.wait_counts(lambda running, waiting, used: running == 1)
@@ -65,11 +78,12 @@ async def test_leaving_in_the_queue_aborts_without_disturbing_what_runs(open_ser
         leave(queued)
         await served.wait_counts(lambda running, waiting, used: waiting == 0)
         assert served.counts()[0] == 1
+        assert reasons() == ["abort"]
         await queued.aclose()
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-async def test_leaving_in_prefill_aborts(open_served, leave, extra, stream):
+async def test_leaving_in_prefill_aborts(open_served, reasons, leave, extra, stream):
     async with open_served(null_step_ms=STEP_MS, max_num_seqs=8, max_num_batched_tokens=8) as served:
         connection = await served.connect()
         body = {"prompt": [5] * 3000, "max_tokens": 3, "stream": stream}
@@ -77,10 +91,11 @@ async def test_leaving_in_prefill_aborts(open_served, leave, extra, stream):
         await served.wait_counts(lambda running, waiting, used: running == 1)
         leave(connection)
         await all_free(served)
+        assert reasons() == ["abort"]
         await connection.aclose()
 
 
-async def test_leaving_while_several_prompts_run_aborts_them_all(open_served, leave, extra):
+async def test_leaving_while_several_prompts_run_aborts_them_all(open_served, reasons, leave, extra):
     async with open_served(null_step_ms=STEP_MS) as served:
         connection = await served.connect()
         body = {"prompt": ["a", "b", "c"], "n": 2, "max_tokens": 3000, "stream": True, "ignore_eos": True}
@@ -88,4 +103,5 @@ async def test_leaving_while_several_prompts_run_aborts_them_all(open_served, le
         await served.wait_counts(lambda running, waiting, used: running == 6)
         leave(connection)
         await all_free(served)
+        assert reasons() == ["abort"] * 6
         await connection.aclose()
