@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -85,6 +87,22 @@ async def test_every_isolation_gives_the_text_of_llm(smollm2_folder: Path, refer
     async with engine.open_engine(str(smollm2_folder), isolation=isolation, max_model_len=512, num_threads=1) as llm:
         answer = await llm.chat(FRANCE, GREEDY)
     assert answer.outputs[0].text == reference
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_served_text_is_that_of_llm(start_server: Any, smollm2_folder: Path, reference: str, stream: bool) -> None:
+    server = start_server(str(smollm2_folder), "--max-model-len", "512", "--num-threads", "1")
+    body = {"messages": FRANCE, "temperature": 0, "max_tokens": GREEDY.max_tokens, "stream": stream}
+    response = server.post("/v1/chat/completions", body)
+    if stream:
+        *chunks, done = server.events(response)
+        text = "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+        assert done == "[DONE]"
+    else:
+        text = json.loads(response.read())["choices"][0]["message"]["content"]
+    assert text == reference
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
 
 
 def test_a_front_process_with_a_real_model_never_has_torch_or_transformers(smollm2_folder: Path) -> None:
