@@ -99,6 +99,7 @@ class Generation:
         self._id = f"{form.id_prefix}-{secrets.token_hex(16)}"
         self._created = int(time.time())
         self._opened: set[int] = set()
+        self._has_begun = False
 
     async def open(self, scope: RequestScope, prompts: Sequence[Any], params: SamplingParams, **options: Any) -> None:
         """Start generating for every prompt; when `scope` ends, so does the generation.
@@ -200,6 +201,9 @@ class Generation:
     def _taken(self, prompt: int, output: CompletionOutput) -> Delta:
         if output.finish_reason == "error":
             raise GenerationFailed(output.error)
+        if self._state.aborting and output.finish_reason == "abort" and not (output.token_ids or self._has_begun):
+            raise ServerStopping  # it never ran: another server may answer it
+        self._has_begun = True
         return Delta(prompt * self._n + output.index, output)
 
     def _chunks(self, delta: Delta, extra: Json) -> Iterator[Json]:

@@ -24,15 +24,16 @@ async def read_to_end(stream):
 
 async def test_stop_ends_every_stream_with_a_terminal_event(open_served):
     async with open_served(null_step_ms=5) as served, trio.open_nursery() as nursery:
-        streams = [await served.open_stream(max_tokens=3000, n=2) for _ in range(8)]
         whole = await served.connect()
         await whole.send_all(served.http("POST", "/v1/chat/completions", served.chat(max_tokens=3000)))
-        await served.wait_counts(lambda running, waiting, used: running == 17)
+        await served.wait_counts(lambda running, waiting, used: running == 1)
+        streams = [await served.open_stream(max_tokens=3000, n=2) for _ in range(8)]
+        begun = {stream: await stream.receive_some() for stream in streams}
         received = []
 
         async def read(stream):
             async with stream:
-                received.append(await read_to_end(stream))
+                received.append(begun.get(stream, b"") + await read_to_end(stream))
 
         for stream in [*streams, whole]:
             nursery.start_soon(read, stream)
@@ -43,6 +44,20 @@ async def test_stop_ends_every_stream_with_a_terminal_event(open_served):
     for answer in received:
         assert answer.count(b'"finish_reason":"abort"') == (2 if b"event-stream" in answer else 1)
     assert sum(answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n") for answer in received) == 8
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_stop_tells_a_queued_request_503_for_it_never_ran(open_served, stream):
+    async with open_served(null_step_ms=5, max_num_seqs=1) as served, await served.open_stream(max_tokens=3000) as runs:
+        assert await runs.receive_some()
+        async with await served.connect() as queued:
+            body = served.chat(stream=stream, max_tokens=3000)
+            await queued.send_all(served.http("POST", "/v1/chat/completions", body))
+            await served.wait_counts(lambda running, waiting, used: waiting == 1)
+            served.stop.set()
+            received = await read_to_end(queued)
+        assert received.startswith(b"HTTP/1.1 503")
+        assert b'"finish_reason":"abort"' in await read_to_end(runs)
 
 
 async def test_drain_lets_streams_finish_and_refuses_new_work_while_probes_are_answered(open_served):
