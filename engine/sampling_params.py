@@ -18,6 +18,8 @@ MAX_N = 128
 """Most completions one request may ask for."""
 MAX_STOP_STRINGS = 64
 """Most stop strings one request may carry."""
+MAX_STOP_CHARS = 1024
+"""Longest stop string: text that may become one is held back and searched at each token."""
 GREEDY_BELOW = 1e-5
 """Temperatures under this take the arg max; no scaling is applied."""
 
@@ -95,6 +97,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest(
                 f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}", param="stop"
+            )
+        longest = max(map(len, self.stop), default=0)
+        if longest > MAX_STOP_CHARS:
+            raise InvalidRequest(
+                f"a stop string may have at most {MAX_STOP_CHARS} characters, got {longest}", param="stop"
             )
         if not all(self.stop):
             raise InvalidRequest("stop must not hold an empty string: it would end every text at once", param="stop")
