@@ -18,8 +18,8 @@ MAX_N = 128
 """Most completions one request may ask for."""
 MAX_STOP_STRINGS = 64
 """Most stop strings one request may carry."""
-MAX_STOP_LENGTH = 1024
-"""Most characters of one stop string."""
+MAX_STOP_CHARS = 1024
+"""Longest stop string: text that may become one is held back and searched at each token."""
 MAX_TOP_K = 2**31 - 1
 """No vocabulary is larger; what is sent must fit a word."""
 GREEDY_BELOW = 1e-5
@@ -127,9 +127,9 @@ def check_text(name: str, text: str | None) -> None:
 def _check_stop_string(text: str) -> None:
     if not text:
         raise InvalidRequest("stop must not hold an empty string: it would end every text at once", param="stop")
-    if len(text) > MAX_STOP_LENGTH:
+    if len(text) > MAX_STOP_CHARS:
         raise InvalidRequest(
-            f"a stop string may have at most {MAX_STOP_LENGTH} characters, got {len(text)}", param="stop"
+            f"a stop string may have at most {MAX_STOP_CHARS} characters, got {len(text)}", param="stop"
         )
     check_text("stop", text)
 

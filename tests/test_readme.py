@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from engine.config import EngineConfig, ServeConfig, settings_of
+from engine.parser import make_parser
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("README.md", "OPERATIONS.md")
@@ -39,10 +41,23 @@ def address(start_server: Any) -> str:
 
 def test_every_example_is_run_by_a_test_here() -> None:
     kinds = [
-        (kind, next(word for word in ("curl", "METRONOME", "openai", "open_engine") if word in code))
+        (kind, next(word for word in ("curl", "METRONOME", "openai", "open_engine", "chat") if word in code))
         for kind, code in BLOCKS
     ]
-    assert kinds == [("sh", "curl"), ("python", "openai"), ("python", "open_engine"), ("sh", "METRONOME")]
+    assert kinds == [
+        ("sh", "curl"),
+        ("python", "openai"),
+        ("python", "open_engine"),
+        ("sh", "chat"),
+        ("sh", "METRONOME"),
+    ]
+
+
+@pytest.mark.slow
+def test_the_terminal_examples_are_commands_that_parse() -> None:
+    for line in block("sh", "engine chat").splitlines():
+        assert line.startswith("python -m engine ")
+        make_parser().parse_args(shlex.split(line, comments=True)[3:])
 
 
 @pytest.mark.slow
@@ -96,4 +111,4 @@ def test_files_and_flags_that_a_document_names_exist(document: str) -> None:
     ):
         assert (ROOT / path).exists(), path
     known = {setting.flag for settings in (EngineConfig, ServeConfig) for setting in settings_of(settings)}
-    assert set(re.findall(r"`(--[a-z][\w-]*)", text)) <= known | {"--help"}
+    assert set(re.findall(r"`(--[a-z][\w-]*)", text)) <= known | {"--help", "--config"}

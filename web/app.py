@@ -21,8 +21,8 @@ from web.state import ServerState
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 16 * 2**20
-"""Decoding is not interruptible: a body of this size holds up the other streams for a fraction of a second."""
+MAX_BODY_BYTES = 8 * 2**20
+"""128 prompts of 8192 token ids fit. Decoding cannot be interrupted: the worst body of this size takes a second."""
 BODY_TIMEOUT_S = 60
 
 _PAGE_POLICY = (

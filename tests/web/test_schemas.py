@@ -34,6 +34,7 @@ REFUSED = [
     ({"max_tokens": 3, "min_tokens": 4}, "min_tokens", "from 0 to 3, got 4"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "contradicts max_tokens 3"),
     ({"stop": ["a", ""]}, "stop", "empty string"),
+    ({"stop": "x" * 1025}, "stop", "at most 1024 characters, got 1025"),
     ({"stop": [1]}, "stop[0]", "got `int`"),
     ({"stop_token_ids": [-1]}, "stop_token_ids", "got -1"),
     ({"priority": 2**40}, "priority", "priority"),
