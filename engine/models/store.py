@@ -25,7 +25,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from engine.errors import CheckpointError, ConfigError
 from engine.models.convert import Progress, convert
@@ -121,8 +121,9 @@ def resolve(model: str, progress: Progress = _no_progress, wait: Wait = wait_in_
     """Return the folder, in Hugging Face layout, of a known name, a model folder or a GGUF file.
 
     What is not in the cache yet is fetched and converted, once, which blocks for seconds to minutes; `progress` is
-    called with the phases digest (of a GGUF file), wait (for another process), fetch and convert; total 0 means
-    unknown. Safe against other processes doing the same and against being killed at any point.
+    called with the phases digest, wait (for another process), fetch, convert and copy (digest and copy, in bytes, for
+    a GGUF file); total 0 means unknown. Safe against other processes doing the same and against being killed at any
+    point.
 
     It can be given up at any time, and leaves nothing: each wait for another process is preceded by `wait(descriptor)`,
     the rest has calls of `progress` in it, and what either raises is raised here.
@@ -216,19 +217,28 @@ def _checked_folder(folder: Path) -> Path:
 def _converted(path: Path, progress: Progress, wait: Wait) -> Path:
     """Convert a GGUF file into the cache, keyed by its content."""
 
-    def digest_of(file: Path) -> str:
-        size_bytes = file.stat().st_size
-        return sha256_of(file, lambda done: progress("digest", done, size_bytes))
+    def read(phase: str, copy: BinaryIO | None = None) -> str:
+        size_bytes, done = path.stat().st_size, 0
+
+        def take(chunk: bytes) -> None:
+            nonlocal done
+            done += len(chunk)
+            progress(phase, done, size_bytes)
+            if copy is not None:
+                copy.write(chunk)
+
+        return sha256_of(path, take)
 
     try:
-        digest = digest_of(path)
+        digest = read("digest")
     except OSError as error:
         raise ConfigError(f"GGUF file {path} cannot be read: {error.strerror}") from error
 
     def fill(folder: Path, lock_descriptor: int) -> None:
         convert(path, folder, progress)
-        shutil.copyfile(path, folder / _GGUF)
-        if digest_of(folder / _GGUF) != digest:
+        with (folder / _GGUF).open("xb") as copy:
+            copied = read("copy", copy)
+        if copied != digest:
             raise CheckpointError(f"GGUF file {path} was changed while it was read: try again")
 
     return _ready(_entry_name(path.stem, digest), fill, progress, wait)
