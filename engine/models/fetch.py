@@ -6,11 +6,13 @@ being imitated.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -24,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 _STDERR = 2
 _CHUNK_BYTES = 1 << 24
+_INTERRUPT_GRACE_S = 1.0
 
 Wait = Callable[[int], object]
 """Called with a descriptor before it is read: returns once that would not block, or raises to give up for good."""
@@ -78,7 +81,7 @@ def sha256_of(path: Path, on_chunk: Callable[[bytes], None] | None = None) -> st
 
 
 def run(command: Sequence[str], wait: Wait, **options: Any) -> subprocess.CompletedProcess[str]:
-    """Run `command` to its end and return it with what it wrote on standard error; what `wait` raises kills it first.
+    """Run `command` to its end and return it with what it wrote on standard error; what `wait` raises ends it first.
 
     It has a session of its own: an interrupt from the terminal is ours to answer. `options` are those of Popen.
     """
@@ -92,6 +95,9 @@ def run(command: Sequence[str], wait: Wait, **options: Any) -> subprocess.Comple
                 parts.append(chunk)
                 wait(descriptor)
         except BaseException:
+            process.send_signal(signal.SIGINT)  # killed outright, pip would leave the terminal without a cursor
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_INTERRUPT_GRACE_S)
             process.kill()
             raise
     return subprocess.CompletedProcess(command, process.returncode, None, b"".join(parts).decode(errors="replace"))
