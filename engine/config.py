@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from engine.errors import ConfigError
-from engine.models import DEFAULT
+from engine.models import DEFAULT, NULL_MODEL
 
 Device = str
 SchedulingPolicy = Literal["fcfs"]
@@ -121,6 +121,8 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
                 f"--long-prefill-token-threshold {self.long_prefill_token_threshold} splits prompts, which "
                 f"--no-enable-chunked-prefill forbids: drop one of the two"
             )
+        if self.model == NULL_MODEL and self.dtype != "auto":
+            raise ConfigError(f"--dtype {self.dtype}: the model {NULL_MODEL} has no weights; leave --dtype out")
         kind, _, index = self.device.partition(":")
         if kind not in {"auto", "cpu", "cuda"} or (index and (kind != "cuda" or not index.isdecimal())):
             raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, got {self.device!r}")

@@ -69,7 +69,10 @@ async def open_engine(
         trio.from_thread.check_cancelled()  # a conversion that nobody waits for any more ends here
         token.run_sync_soon(progress, phase, done, total)
 
-    files = await trio.to_thread.run_sync(open_model, config, from_thread)
+    def wait(descriptor: int) -> None:
+        trio.from_thread.run(trio.lowlevel.wait_readable, descriptor)  # cancelled with this task
+
+    files = await trio.to_thread.run_sync(open_model, config, from_thread, wait)
     with _short_switch_interval():
         async with connect(files.config) as connection:
             ready = await _handshake(connection, progress)

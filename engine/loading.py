@@ -13,6 +13,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.executor.base import Progress
 from engine.models import NULL_MODEL
+from engine.models.fetch import Wait, wait_in_read
 from engine.models.store import resolve
 
 
@@ -30,8 +31,10 @@ class ModelFiles(NamedTuple):
     name: str
 
 
-def open_model(config: EngineConfig, progress: Progress) -> ModelFiles:
+def open_model(config: EngineConfig, progress: Progress, wait: Wait = wait_in_read) -> ModelFiles:
     """Find (and where needed fetch and convert) the model that `config` names.
+
+    What `progress` or `wait` (see `resolve`) raises gives it up.
 
     Raises:
         ConfigError: There is no such model, or it cannot be fetched.
@@ -42,7 +45,7 @@ def open_model(config: EngineConfig, progress: Progress) -> ModelFiles:
     if name == NULL_MODEL:
         tokenizer = load_tokenizer(NULL_MODEL, template)
     else:
-        folder = resolve(name, progress)
+        folder = resolve(name, progress, wait)
         tokenizer = load_tokenizer(folder, template)
         config = msgspec.structs.replace(config, model=str(folder))
         name = Path(name).name

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 import trio
@@ -293,3 +296,41 @@ async def test_an_engine_that_dies_while_it_is_stopped_is_said_so() -> None:
 
     with trio.fail_after(10), pytest.raises(EngineDeadError, match="SIGKILL"):
         await kill_and_leave()
+
+
+async def give_up_at(phase: str) -> list[str]:
+    """Open the default model's engine and cancel that in `phase`; returns the phases until then."""
+    phases: list[str] = []
+    with trio.fail_after(10), trio.CancelScope() as scope:
+
+        def progress(reached: str, done: int, total: int) -> None:
+            phases.append(reached)
+            if reached == phase:
+                scope.cancel()
+
+        async with engine.open_engine(progress=progress):
+            pytest.fail("there is no model")
+    assert scope.cancelled_caught
+    return phases
+
+
+@pytest.mark.slow
+async def test_a_download_whose_index_does_not_answer_is_given_up_at_once_and_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METRONOME_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    with socket.create_server(("127.0.0.1", 0)) as index:
+        monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{index.getsockname()[1]}/simple")
+        assert await give_up_at("fetch") == ["fetch"]
+    assert [path.name for path in (tmp_path / "models").iterdir()] == [".lock"]
+
+
+async def test_waiting_for_another_process_that_fills_the_cache_is_given_up_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METRONOME_CACHE", str(tmp_path))
+    (tmp_path / "models").mkdir()
+    with (tmp_path / "models" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert await give_up_at("wait") == ["wait"]

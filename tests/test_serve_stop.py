@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import select
@@ -219,3 +220,15 @@ def test_a_hung_process_shows_its_tasks_and_threads(start_server: Any) -> None:
     server.wait_line("stopping")
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 128 + signal.SIGTERM
+
+
+def test_sigterm_while_another_process_fills_the_model_cache_exits_0_at_once(start_server: Any, tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    with (tmp_path / "models" / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        server = start_server(env={"METRONOME_CACHE": str(tmp_path)})
+        server.wait_line("waiting for it")
+        server.process.send_signal(signal.SIGTERM)
+        began = time.monotonic()
+        assert server.wait() == 0
+        assert time.monotonic() - began < 2

@@ -8,6 +8,7 @@ one gets the path and the other an error. The file is removed at the end, unless
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -36,16 +37,20 @@ async def open_listeners(config: ServeConfig) -> AsyncIterator[list[trio.SocketL
         return
     try:
         listeners = await trio.open_tcp_listeners(config.port, host=config.host, backlog=BACKLOG)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot listen on {config.host}:{config.port}: {error.strerror or error}; "
-            f"stop what uses the port, or choose --host and --port"
-        ) from error
+    except (OSError, UnicodeError) as error:
+        said = getattr(error, "strerror", None) or error
+        raise ConfigError(f"cannot listen on {config.host}:{config.port}: {said}; {_remedy(error)}") from error
     try:
         yield listeners
     finally:
         for listener in listeners:
             listener.socket.close()
+
+
+def _remedy(error: Exception) -> str:
+    if isinstance(error, socket.gaierror | UnicodeError) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+        return "choose a --host that is an address of this machine, or a name that resolves to one"
+    return "stop what uses the port, or choose --host and --port"
 
 
 def address_of(listener: trio.SocketListener) -> str:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 from engine.config import EngineConfig
 from engine.executor.base import Progress
 from engine.kv_cache.spec import KVCacheSpec, choose_num_kv_blocks, num_blocks_for
+from engine.model_runner.memory import available_memory_bytes
 from engine.outputs import (
     Capacity,
     GrammarMasks,
@@ -61,14 +62,15 @@ class NullModelRunner:
         """Allocate the pages and say what fits; the phases are those of every executor.
 
         Raises:
-            ConfigError: Not even one request of --max-model-len would fit.
+            ConfigError: The pages asked for are not available, or too few for one request of --max-model-len.
         """
         config = self._config
         for phase in ("weights", "kv_specs", "profile"):
             progress(phase, 1, 1)
         max_model_len = config.max_model_len or self._default_max_model_len()
         num_tokens = max(DEFAULT_KV_TOKENS, max_model_len + config.block_size)
-        num_blocks = choose_num_kv_blocks(_SPEC, config, max_model_len, 4 * num_tokens * _SPEC.token_size_bytes)
+        default = num_tokens * _SPEC.token_size_bytes
+        num_blocks = choose_num_kv_blocks(_SPEC, config, max_model_len, available_memory_bytes(), default)
         self._pages = np.zeros((_SPEC.num_layers, num_blocks, config.block_size), dtype=np.uint64)
         progress("kv_pages", 1, 1)
         self._factors = _position_factors(max_model_len)

@@ -36,11 +36,13 @@ class _TensorPlan(NamedTuple):
 def convert(source: Path, folder: Path, progress: Progress) -> None:
     """Write the model of the GGUF file `source` into `folder`, which must exist and be empty of them.
 
+    `progress` is called often, so that what it raises gives up at once.
+
     Raises:
         CheckpointError: The file is truncated, corrupt or misshapen.
         UnsupportedModel: Its architecture, quantization or tokenizer is not one we convert.
     """
-    gguf = GgufFile(source)
+    gguf = GgufFile(source, lambda: progress("convert", 0, 0))
     config = _llama_config(gguf)
     plans = _checked_plans(gguf, config)
     tokenizer = read_tokenizer(gguf)

