@@ -8,6 +8,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "passive"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
+import contextlib
 import json
 import re
 import subprocess
@@ -36,7 +37,8 @@ def _children() -> set[int]:
         return set()
     found: set[int] = set()
     for task in tasks.iterdir():
-        found.update(int(pid) for pid in (task / "children").read_text().split())
+        with contextlib.suppress(FileNotFoundError):  # a thread that has ended since has no children
+            found.update(int(pid) for pid in (task / "children").read_text().split())
     return found
 
 
