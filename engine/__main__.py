@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from typing import NoReturn
 
 
 def main() -> NoReturn:
-    """Run the command line; while its modules are imported there is nothing to stop, and a signal exits with 0."""
+    """Run the command line; while its modules are imported there is nothing to stop: a signal ends it on the spot."""
     signal.signal(signal.SIGTERM, _exit)
     signal.signal(signal.SIGINT, _exit)
     from engine import cli
@@ -19,7 +20,8 @@ def main() -> NoReturn:
 
 
 def _exit(number: int, frame: object) -> None:
-    os._exit(0)
+    """Exit with 0 where stopping is the orderly end, as for a server; else say that nothing was done."""
+    os._exit(0 if sys.argv[1:2] == ["serve"] else 128 + number)
 
 
 if __name__ == "__main__":

@@ -56,14 +56,16 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
     quantization: Annotated[Quantization, Meta(description="storage form of the linear layers")] = "none"
     device: Annotated[Device, Meta(description="auto, cpu or cuda:N")] = "auto"
     max_model_len: (
-        Annotated[int, Meta(description="longest prompt plus output, in tokens; the model's own when unset", ge=2)]
+        Annotated[
+            int, Meta(description="longest prompt plus output, in tokens; the model's own when unset", ge=2, le=2**24)
+        ]
         | None
     ) = None
     max_num_seqs: Annotated[int, Meta(description="most requests in one step", ge=1, le=65536)] = 64
     max_num_batched_tokens: Annotated[int, Meta(description="most tokens in one step", ge=1, le=1048576)] = 512
-    max_num_waiting: Annotated[int, Meta(description="most requests that may wait; more are refused (429)", ge=0)] = (
-        1024
-    )
+    max_num_waiting: Annotated[
+        int, Meta(description="most requests that may wait; more are refused (429)", ge=0, le=2**20)
+    ] = 1024
     queue_timeout: (
         Annotated[
             float, Meta(description="seconds a request may wait for its first step; then it fails (503)", ge=0, le=1e6)
@@ -72,18 +74,21 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
     ) = None
     block_size: Annotated[int, Meta(description="tokens a KV block", ge=1, le=4096)] = 16
     kv_cache_memory_bytes: (
-        Annotated[int, Meta(description="memory for keys and values, in bytes; computed when unset", ge=1)] | None
+        Annotated[int, Meta(description="memory for keys and values, in bytes; computed when unset", ge=1, le=2**50)]
+        | None
     ) = None
     num_gpu_blocks_override: (
-        Annotated[int, Meta(description="KV blocks, in place of what the memory would give", ge=1)] | None
+        Annotated[int, Meta(description="KV blocks, in place of what the memory would give", ge=1, le=2**31)] | None
     ) = None
     enable_prefix_caching: Annotated[bool, Meta(description="share the K/V of equal prompt beginnings")] = True
     enable_chunked_prefill: Annotated[bool, Meta(description="split prompts that exceed a step's budget")] = True
     long_prefill_token_threshold: Annotated[
-        int, Meta(description="most tokens of one prompt in one step; 0 for no limit", ge=0)
+        int, Meta(description="most tokens of one prompt in one step; 0 for no limit", ge=0, le=2**24)
     ] = 0
     scheduling_policy: Annotated[SchedulingPolicy, Meta(description="order of waiting requests")] = "fcfs"
-    seed: Annotated[int, Meta(description="of the client's generator, for requests without a seed")] = 0
+    seed: Annotated[
+        int, Meta(description="of the client's generator, for requests without a seed", ge=0, le=2**63 - 1)
+    ] = 0
     prefix_hash_seed: (
         Annotated[str, Meta(description="salt of the prefix hashes; drawn at random when unset")] | None
     ) = None

@@ -20,6 +20,8 @@ MAX_STOP_STRINGS = 64
 """Most stop strings one request may carry."""
 MAX_STOP_CHARS = 1024
 """Longest stop string: text that may become one is held back and searched at each token."""
+MAX_STOP_TOKEN_IDS = 128
+"""Most stop token ids one request may carry: each is compared with each token."""
 MAX_TOP_K = 2**31 - 1
 """No vocabulary is larger; what is sent must fit a word."""
 GREEDY_BELOW = 1e-5
@@ -79,6 +81,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """
         stop: Any = self.stop
         _freeze(self, "stop", (stop,) if isinstance(stop, str) else stop, str)
+        _check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         _freeze(self, "stop_token_ids", self.stop_token_ids, int)
         _freeze(self, "eos_token_ids", self.eos_token_ids, int)
         _check_int("n", self.n, 1, MAX_N)
@@ -96,10 +99,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r}", param=name)
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise InvalidRequest(
-                f"stop may hold at most {MAX_STOP_STRINGS} strings, got {len(self.stop)}", param="stop"
-            )
+        _check_count("stop", self.stop, MAX_STOP_STRINGS)
         for text in self.stop:
             _check_stop_string(text)
         if self.output_kind is not None:
@@ -122,6 +122,11 @@ def check_text(name: str, text: str | None) -> None:
     except UnicodeEncodeError:
         message = f"{name} must be valid Unicode without lone surrogates, got {ascii(text)[:40]}"
         raise InvalidRequest(message, param=name) from None
+
+
+def _check_count(name: str, values: Any, most: int) -> None:
+    if isinstance(values, list | tuple) and len(values) > most:
+        raise InvalidRequest(f"{name} may hold at most {most} values, got {len(values)}", param=name)
 
 
 def _check_stop_string(text: str) -> None:

@@ -15,7 +15,7 @@ import trio
 
 import engine
 from engine.client.async_llm import AsyncLLM
-from engine.errors import ConfigError, EngineDeadError, InvalidRequest, PromptTooLong, QueueFull
+from engine.errors import Cause, ConfigError, EngineDeadError, InvalidRequest, PromptTooLong, QueueFull
 from engine.outputs import FinishReason
 from engine.sampling_params import OutputKind, SamplingParams
 from engine.testing import expected_tokens
@@ -334,3 +334,26 @@ async def test_waiting_for_another_process_that_fills_the_cache_is_given_up_at_o
     with (tmp_path / "models" / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert await give_up_at("wait") == ["wait"]
+
+
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+async def test_more_completions_than_may_ever_be_live_are_refused_whole(isolation: str) -> None:
+    async with slow_engine(isolation, max_num_seqs=2, max_num_waiting=1) as llm:
+        with pytest.raises(InvalidRequest, match="4 completions are asked for, and at most 3"):
+            async with llm.generate("a", SamplingParams(n=4)):
+                pass
+        assert llm.num_live == 0
+        async with llm.generate("a", SamplingParams(n=2, max_tokens=8000)):
+            with pytest.raises(QueueFull, match="with 2 more"):
+                async with llm.generate("b", SamplingParams(n=2)):
+                    pass
+            assert llm.num_live == 2
+
+
+async def test_an_engine_that_is_given_up_tells_every_stream() -> None:
+    async with slow_engine("process") as llm, llm.generate("x", SamplingParams(max_tokens=8000)) as stream:
+        await stream.__anext__()
+        llm.give_up(Cause("EngineStuck", "it does not answer"))
+        with pytest.raises(EngineDeadError, match="does not answer"):
+            await stream.collect()
+        assert not llm.is_healthy

@@ -232,3 +232,19 @@ def test_sigterm_while_another_process_fills_the_model_cache_exits_0_at_once(sta
         began = time.monotonic()
         assert server.wait() == 0
         assert time.monotonic() - began < 2
+
+
+def test_an_engine_that_is_stopped_by_the_system_costs_each_stream_an_error_event_and_exit_code_1(
+    start_server: Any,
+) -> None:
+    server = start_server("null", "--null-step-ms", "5")
+    responses = server.open_streams(8)
+    with all_gone(server.children, timeout_s=20):
+        os.kill(server.engine_pid, signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        for response in responses:
+            *_, last, done = server.events(response)
+            assert "did not end its requests" in last["error"]["message"]
+            assert done == "[DONE]"
+        assert server.wait() == 1
+    assert "did not end its requests" in server.lines[-1]

@@ -54,7 +54,8 @@ def test_a_body_that_does_not_stop_is_ended(number: int, at_once_s: float, num_s
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
-def test_a_signal_while_modules_are_imported_exits_0(number: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("verb", ["serve", "generate"])
+def test_a_signal_while_modules_are_imported_ends_it_at_once(verb: str, number: int, tmp_path: Path) -> None:
     """The import of the first module of the command line is made to wait for the signal."""
     (tmp_path / "sitecustomize.py").write_text(
         "import os, sys, time\n"
@@ -66,7 +67,7 @@ def test_a_signal_while_modules_are_imported_exits_0(number: int, tmp_path: Path
         "sys.meta_path.insert(0, Wait())\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-m", "engine", "serve", "null"],
+        [sys.executable, "-m", "engine", verb, "null", "hi"],
         cwd=Path(__file__).parent.parent,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         stdout=subprocess.PIPE,
@@ -74,7 +75,7 @@ def test_a_signal_while_modules_are_imported_exits_0(number: int, tmp_path: Path
     with process:
         assert process.stdout.readline() == b"importing\n"
         process.send_signal(number)
-        assert process.wait(timeout=20) == 0
+        assert process.wait(timeout=20) == (0 if verb == "serve" else 128 + number)
 
 
 def send(number: int) -> None:

@@ -21,8 +21,8 @@ from web.state import ServerState
 
 logger = logging.getLogger(__name__)
 
-MAX_BODY_BYTES = 8 * 2**20
-"""128 prompts of 8192 token ids fit. Decoding cannot be interrupted: the worst body of this size takes a second."""
+MAX_BODY_BYTES = 2 * 2**20
+"""A prompt of 250 thousand token ids fits. Decoding cannot be interrupted: the worst takes half a second."""
 BODY_TIMEOUT_S = 60
 
 _PAGE_POLICY = (

@@ -110,6 +110,7 @@ class Generation:
             EngineDeadError: There is no engine any more.
         """
         scope.stack.enter_context(self._state.answering(self._abort))
+        self._state.engine.check_room(len(prompts) * self._n)
         for index, prompt in enumerate(prompts):
             request_id = self._id if len(prompts) == 1 else f"{self._id}-{index}"
             generating = self._state.engine.generate(prompt, params, request_id=request_id, **options)

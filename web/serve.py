@@ -106,13 +106,17 @@ async def _end_streams(server: _Server, state: ServerState, drain_s: float) -> N
         await state.wait_idle()
     server.drop_stuck()
     await _wait_streams(state, ABORT_GRACE_S)
+    if state.num_open_requests and state.engine.is_healthy:
+        state.give_up(ABORT_GRACE_S)
+        await _wait_streams(state, READ_GRACE_S, also_dead=True)
 
 
-async def _wait_streams(state: ServerState, timeout_s: float) -> None:
-    """Wait until no stream is open, for at most `timeout_s`; a dead engine is not waited for."""
+async def _wait_streams(state: ServerState, timeout_s: float, *, also_dead: bool = False) -> None:
+    """Wait until no stream is open, for at most `timeout_s`; a dead engine is not waited for, unless `also_dead`."""
     with trio.move_on_after(timeout_s):
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(_cancel_after, state.engine.wait_ended, nursery.cancel_scope)
+            if not also_dead:
+                nursery.start_soon(_cancel_after, state.engine.wait_ended, nursery.cancel_scope)
             await state.wait_idle()
             nursery.cancel_scope.cancel()
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 import trio
 
 from engine.client.async_llm import AsyncLLM
+from engine.errors import Cause
 from web.errors import ModelNotFound, ServerStopping
 
 
@@ -76,6 +77,10 @@ class ServerState:
         self.aborting = True
         for abort in self._aborts:
             abort()
+
+    def give_up(self, waited_s: float) -> None:
+        """Count an engine that does not answer as dead: open streams get their error event at once."""
+        self.engine.give_up(Cause("EngineStuck", f"the engine did not end its requests within {waited_s:g} seconds"))
 
     async def wait_idle(self) -> None:
         """Wait until no accepted request is open."""

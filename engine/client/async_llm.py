@@ -154,6 +154,7 @@ class AsyncLLM:
         self._check_accepts()
         options = RequestOptions(request_id, priority, cache_salt, client_key)
         label, requests = self._input_processor.make_requests(tokenized, params, options)
+        self.check_room(len(requests))
         state = RequestState(label, tokenized.text, requests, kind, self.tokenizer, arrival_s)
         stream = Stream(state, kind)
         try:
@@ -193,6 +194,20 @@ class AsyncLLM:
             for request_id in unfinished:
                 state.completions[request_id].is_finished = True
         self._client.abort_requests(unfinished, reason)
+
+    def check_room(self, num_completions: int) -> None:
+        """Refuse at once what could not be started whole; nothing is reserved.
+
+        Raises:
+            InvalidRequest: So many completions may never run or wait at once.
+            QueueFull: So many are too many now.
+        """
+        self._client.check_room(num_completions)
+
+    def give_up(self, cause: Cause) -> None:
+        """Count the engine as dead for `cause`: every stream and waiter learns of it at once."""
+        self._client.declare_dead(EngineDeadError(cause))
+        self._tell_end()
 
     def _check_accepts(self) -> None:
         if self._client.death is not None:
@@ -260,11 +275,14 @@ class AsyncLLM:
         except EngineDeadError as death:
             logger.debug("the engine died: %s\n%s", death, death.cause.traceback)
         finally:
-            for _, stream in self._slots.values():
-                stream.wake(self._client.death)
-            self._slots.clear()
-            self._ended.set()
-            self._stats_changed.set()
+            self._tell_end()
+
+    def _tell_end(self) -> None:
+        for _, stream in self._slots.values():
+            stream.wake(self._client.death)
+        self._slots.clear()
+        self._ended.set()
+        self._stats_changed.set()
 
     async def aclose(self, timeout_s: float) -> EngineDeadError | None:
         """Abort what still runs, stop the engine and wait for its last word, at most `timeout_s`.

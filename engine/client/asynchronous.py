@@ -100,7 +100,7 @@ class AsyncMPClient(EngineCoreClient):
                     self._connection.send(Acknowledge())
                     if self._is_stopping:
                         self.has_stopped = True
-                        self._die(EngineDeadError(Cause("EngineStopped", "the engine was shut down")))
+                        self.declare_dead(EngineDeadError(Cause("EngineStopped", "the engine was shut down")))
                         return None
                     self._raise_death(EngineDeadError(Cause("EngineStopped", "the engine stopped without being asked")))
                 if isinstance(message, EngineDead):
@@ -149,14 +149,15 @@ class AsyncMPClient(EngineCoreClient):
                 call.result = result
                 call.answered.set()
 
-    def _die(self, death: EngineDeadError) -> None:
+    def declare_dead(self, death: EngineDeadError) -> None:
+        """Count the engine as dead: every live request and waiting call has ended with `death`."""
         self.death = death
         self._live.clear()
         for call in self._calls.values():
             call.answered.set()
 
     def _raise_death(self, death: EngineDeadError) -> NoReturn:
-        self._die(death)
+        self.declare_dead(death)
         raise death
 
 

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 
 from engine.config import EngineConfig
-from engine.errors import QueueFull
+from engine.errors import InvalidRequest, QueueFull
 from engine.metrics import SchedulerStats
 from engine.outputs import RequestId
 from engine.protocol import AbortReason, EngineCoreOutputs, EngineCoreRequest, EngineReady
@@ -49,14 +49,29 @@ class EngineCoreClient(ABC):
     def abort_requests(self, request_ids: Iterable[RequestId], reason: AbortReason) -> None:
         """Ask for the end of live requests, without waiting; ended or unknown ids are ignored."""
 
+    def check_room(self, num_requests: int) -> None:
+        """Refuse before anything is sent what could not be sent whole.
+
+        Raises:
+            InvalidRequest: So many requests may never be live at once.
+            QueueFull: So many are too many now.
+        """
+        limits = f"(--max-num-seqs {self.config.max_num_seqs} + --max-num-waiting {self.config.max_num_waiting})"
+        if num_requests > self.max_num_live:
+            raise InvalidRequest(
+                f"{num_requests} completions are asked for, and at most {self.max_num_live} may run or wait {limits}: "
+                "ask for fewer",
+                param="n",
+            )
+        if len(self._live) + num_requests > self.max_num_live:
+            raise QueueFull(
+                f"{len(self._live)} requests are running or waiting, and with {num_requests} more there would be over "
+                f"{self.max_num_live} {limits}; try again later"
+            )
+
     def _admit(self, request: EngineCoreRequest) -> None:
         """Count `request` as live, or raise QueueFull."""
-        if len(self._live) >= self.max_num_live:
-            raise QueueFull(
-                f"{len(self._live)} requests are running or waiting, and at most {self.max_num_live} may "
-                f"(--max-num-seqs {self.config.max_num_seqs} + --max-num-waiting {self.config.max_num_waiting}); "
-                "try again later"
-            )
+        self.check_room(1)
         self._live.add(request.request_id)
 
     def _settle(self, message: EngineCoreOutputs) -> None:

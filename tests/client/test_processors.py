@@ -129,7 +129,14 @@ def test_options_that_cannot_be_sent_are_refused_by_name(options: dict[str, obje
 
 @pytest.mark.parametrize(
     "params",
-    [{"top_k": 2**31}, {"stop": "x" * 1025}, {"stop": "\ud800"}, {"stop": ["a"] * 65}, {"stop_token_ids": [2**40]}],
+    [
+        {"top_k": 2**31},
+        {"stop": "x" * 1025},
+        {"stop": "\ud800"},
+        {"stop": ["a"] * 65},
+        {"stop_token_ids": [1] * 129},
+        {"stop_token_ids": [2**40]},
+    ],
 )
 def test_parameters_beyond_their_bounds_are_refused_by_name(params: dict[str, object]) -> None:
     with pytest.raises(InvalidRequest) as caught:

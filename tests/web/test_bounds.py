@@ -16,7 +16,7 @@ async def test_defaults_that_hurt_long_streams_are_set(served):
     config = create_app(served.state).config
     assert config["RESPONSE_TIMEOUT"] is None  # else every stream is cut at 60 s
     assert config["BODY_TIMEOUT"] == app.BODY_TIMEOUT_S == 60
-    assert config["MAX_CONTENT_LENGTH"] == config["MAX_FORM_MEMORY_SIZE"] == app.MAX_BODY_BYTES == 8 * 2**20
+    assert config["MAX_CONTENT_LENGTH"] == config["MAX_FORM_MEMORY_SIZE"] == app.MAX_BODY_BYTES == 2 * 2**20
 
 
 def test_hypercorns_defaults_that_hurt_are_set():
