@@ -42,7 +42,7 @@ def refused(capfd: pytest.CaptureFixture[str]) -> Refused:
         (["null", "--host", "nosuchhost.invalid"], "choose a --host"),
         (["null", "--dtype", "float16"], "--dtype float16: the model null has no weights"),
         (["null", "--kv-cache-memory-bytes", "99999999999999"], "--kv-cache-memory-bytes 99999999999999 takes"),
-        (["null", "--num-gpu-blocks-override", "9999999999999"], "--num-gpu-blocks-override 9999999999999 takes"),
+        (["null", "--num-gpu-blocks-override", "999999999"], "--num-gpu-blocks-override 999999999 takes"),
         (["null", "--no-such-flag"], "--no-such-flag"),
         (["null", "--max-model-len", "long"], "invalid int value: 'long'"),
         (["null", "--port", "65536"], "--port must be at most 65535, got 65536"),
