@@ -169,7 +169,10 @@ def main() -> None:
     # The terminal's or the service manager's signals go to all processes; the front alone decides the order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     engine_index, request_address, output_address = sys.argv[1:]
-    sys.exit(trio.run(_run, int(engine_index), request_address, output_address))
+    status = trio.run(_run, int(engine_index), request_address, output_address)
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(status)  # all that was owned is closed; to take torch apart as well would hold up a stop by half a second
 
 
 async def _run(engine_index: int, request_address: str, output_address: str) -> int:

@@ -25,6 +25,8 @@ def _report():
     with open(os.path.join({folder!r}, f"process-%d.json" % os.getpid()), "w") as file:
         json.dump({{"argv": sys.argv, "loops": _made, "modules": names}}, file)
 atexit.register(_report)
+_exit = os._exit
+os._exit = lambda status: (_report(), _exit(status))
 """
 
 
