@@ -17,6 +17,9 @@ RETRY_AFTER_S = 1
 
 _TYPES = {403: "permission_error", 429: "rate_limit_error"}
 
+MAX_SHOWN_CHARS = 200
+"""Of a path that is told back."""
+
 
 class ServerStopping(RequestError):
     """The server takes no new work because it is stopping."""
@@ -70,9 +73,10 @@ def describe(error: Exception) -> tuple[int, bytes]:
 
 def _explain(error: HTTPException) -> str:
     if isinstance(error, NotFound):
-        return f"this server has no route {request.path!r}"
+        return f"this server has no route {request.path[:MAX_SHOWN_CHARS]!r}"
     if isinstance(error, MethodNotAllowed):
-        return f"{request.path} does not answer {request.method}; use {', '.join(error.valid_methods or ())}"
+        allowed = ", ".join(error.valid_methods or ())
+        return f"{request.path[:MAX_SHOWN_CHARS]} does not answer {request.method}; use {allowed}"
     return error.description or error.name
 
 

@@ -7,7 +7,7 @@ value that asks for nothing. `null` always means the default.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -137,10 +137,13 @@ _SAMPLING_FIELDS = tuple(
 )
 
 
+Role = Literal["system", "developer", "user", "assistant"]
+
+
 class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """One turn of a conversation; `content` is text or a list of text parts."""
 
-    role: Literal["system", "developer", "user", "assistant"]
+    role: Role
     content: str | list[dict[str, Any]]
     name: str | None = None
 
@@ -264,6 +267,8 @@ _UNNAMED = re.compile(r"Object (?P<fault>contains unknown|missing required) fiel
 def _invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
     found = _FAULT.fullmatch(str(error))
     fault, path = (found["fault"], found["path"] or "") if found else (str(error), "")
+    if path.endswith(".role") and fault.startswith("Invalid enum value"):
+        fault += f"; a role is one of {', '.join(get_args(Role))}"
     unnamed = _UNNAMED.fullmatch(fault)
     if unnamed is None:
         return InvalidRequest(f"{path}: {fault}" if path else fault, param=path or None)
