@@ -108,6 +108,20 @@ class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
     timings: dict[str, float] = {}
 
 
+class KVCacheGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Layers that share one block table; set by the model runner. All groups take their blocks from one pool.
+
+    Attributes:
+        layers: Their indexes; layer `layers[i]` keeps the K/V of a block in the i-th page tensor.
+        sliding_window: Positions they see, a token's own included; None for all. What lies further back is freed.
+        is_causal: Whether a token sees only what stands before it.
+    """
+
+    layers: tuple[int, ...]
+    sliding_window: int | None = None
+    is_causal: bool = True
+
+
 class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     """What a started executor can hold; set by the executor.
 
@@ -118,6 +132,7 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
         vocab_size: Token ids are below it.
         model_digest: Identifies weights and configuration.
         max_concurrent_plans: Plans that may be uncommitted.
+        kv_cache_groups: One for each block table of a row, in that order.
     """
 
     num_kv_blocks: int
@@ -126,3 +141,4 @@ class Capacity(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     model_digest: str
     max_concurrent_plans: int = 1
+    kv_cache_groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(layers=(0,)),)
