@@ -6,11 +6,13 @@ may be uncommitted.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -18,17 +20,19 @@ import torch
 
 from engine.attention.reference import ReferenceAttention
 from engine.config import EngineConfig
-from engine.errors import Cause, ConfigError
+from engine.errors import Cause
 from engine.kv_cache.spec import NULL_BLOCK, KVCacheSpec, choose_num_kv_blocks, num_blocks_for
 from engine.model_runner.input_batch import InputBatch, LateTokens, flatten
 from engine.model_runner.memory import available_memory_bytes
-from engine.models.decoder import Decoder
-from engine.models.decoder_config import DecoderConfig
-from engine.models.registry import decoder_config
-from engine.models.weights import load_weights, model_digest, read_config, resolve_dtype
+from engine.models.base import Model, ModelShape
+from engine.models.checkpoint import model_digest
+from engine.models.memory_estimate import refuse_what_cannot_fit
+from engine.models.registry import build_model
 from engine.outputs import Capacity, GrammarMasks, ModelRunnerOutput, RequestId, ScheduledRequest, SchedulerOutput
 from engine.sampling.sampler import Samples, sample
 from engine.sampling_params import SamplingParams
+
+logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT_PLANS = 1
 """Plans that may be uncommitted when another is executed, itself included."""
@@ -57,7 +61,7 @@ class ModelRunner:
         self._folder = folder
         self._executed: deque[_Executed] = deque()
         self._late_tokens = LateTokens(MAX_CONCURRENT_PLANS)
-        self._model: Decoder
+        self._model: Model
         self.attention: ReferenceAttention
 
     @torch.inference_mode()
@@ -74,13 +78,10 @@ class ModelRunner:
         """
         torch.set_num_threads(self._config.num_threads or _num_cores())
         progress("weights", 0, 0)
-        raw = read_config(self._folder)
-        shape = decoder_config(raw)
-        max_model_len = self._max_model_len(shape)
-        dtype = resolve_dtype(self._config.dtype, raw, self._folder)
-        self._model = Decoder(shape, max_model_len, dtype)
-        load_weights(self._folder, self._model.destinations(), lambda done, total: progress("weights", done, total))
-        self._model.pack()
+        available = available_memory_bytes()
+        logger.info("%s needs %s", self._folder, refuse_what_cannot_fit(self._folder, self._config, available))
+        self._model, max_model_len, dtype = build_model(self._folder, self._config, partial(progress, "weights"))
+        shape = self._model.config
         progress("kv_specs", 0, 1)
         spec = _kv_cache_spec(shape, dtype)
         progress("profile", 0, 1)
@@ -153,15 +154,6 @@ class ModelRunner:
         timings |= {"logits": scored - began, "sample": time.perf_counter() - scored}
         return samples
 
-    def _max_model_len(self, shape: DecoderConfig) -> int:
-        asked = self._config.max_model_len
-        if asked is not None and asked > shape.max_positions:
-            raise ConfigError(
-                f"--max-model-len {asked} is more than the {shape.max_positions} positions (max_position_embeddings) "
-                f"of {self._folder}: lower it to {shape.max_positions} or leave it out"
-            )
-        return asked or shape.max_positions
-
     def _warm_up(self, max_model_len: int) -> None:
         """Run one step on the null block, so that the first request finds thread pools and kernels ready."""
         num_tokens = min(max_model_len - 1, self._config.max_num_batched_tokens, self._config.block_size)
@@ -179,7 +171,7 @@ class ModelRunner:
         self.sample()
 
 
-def _kv_cache_spec(shape: DecoderConfig, dtype: torch.dtype) -> KVCacheSpec:
+def _kv_cache_spec(shape: ModelShape, dtype: torch.dtype) -> KVCacheSpec:
     return KVCacheSpec(
         num_layers=shape.num_layers,
         num_kv_heads=shape.num_kv_heads,

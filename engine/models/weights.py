@@ -6,8 +6,6 @@ twice but the tensor being copied.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -17,23 +15,12 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError, UnsupportedModel
+from engine.models.checkpoint import STORED_DTYPES, stored_tensors, weight_files
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-_STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
-_NEVER_READ = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+NEVER_READ = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+"""Names of tensors that old checkpoints have and no model needs."""
 _MAX_NAMED = 5
-_MAX_HEADER_SIZE_BYTES = 100 * 2**20
-
-
-def read_config(folder: Path) -> dict[str, Any]:
-    """Return the content of a model folder's config.json.
-
-    Raises:
-        CheckpointError: The file is missing or not a JSON object.
-    """
-    return _read_json(folder / "config.json")
 
 
 def resolve_dtype(asked: str, config: dict[str, Any], folder: Path) -> torch.dtype:
@@ -79,46 +66,11 @@ def load_weights(folder: Path, destinations: dict[str, torch.Tensor], progress: 
                 destination.copy_(tensor)
                 progress(len(destinations) - len(remaining), len(destinations))
     missing = [f"{name} {list(tensor.shape)}" for name, tensor in remaining.items()]
-    _refuse(folder, missing=missing, unknown=unknown, misshapen=misshapen)
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """Return the folder's weight files in order of name.
-
-    Raises:
-        CheckpointError: There are none, or one that the index names is missing.
-    """
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
-    if not (folder / INDEX_FILE).is_file():
-        raise CheckpointError(f"{folder} has neither {SINGLE_FILE} nor {INDEX_FILE}: only safetensors are read")
-    weight_map = _read_json(folder / INDEX_FILE).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{folder / INDEX_FILE} has no weight_map")
-    files = [folder / str(name) for name in sorted(set(weight_map.values()))]
-    for file in files:
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing, but {INDEX_FILE} names it")
-    return files
-
-
-def model_digest(folder: Path) -> str:
-    """Return 32 hex digits that change with configuration, file sizes, tensor names, shapes and places.
-
-    Cheap: of a weight file only its header is read.
-
-    Raises:
-        CheckpointError: A file is missing or its header unreadable.
-    """
-    digest = hashlib.sha256((folder / "config.json").read_bytes())
-    for file in weight_files(folder):
-        digest.update(f"{file.name} {file.stat().st_size}".encode())
-        digest.update(_header(file))
-    return digest.hexdigest()[:32]
+    name_faults(folder, missing=missing, unknown=unknown, misshapen=misshapen)
 
 
 def _is_skipped(name: str, destinations: dict[str, torch.Tensor]) -> bool:
-    return _NEVER_READ.search(name) is not None or (name == "lm_head.weight" and name not in destinations)
+    return NEVER_READ.search(name) is not None or (name == "lm_head.weight" and name not in destinations)
 
 
 def _tensors_of(file: Path) -> Iterable[tuple[str, torch.Tensor]]:
@@ -126,7 +78,7 @@ def _tensors_of(file: Path) -> Iterable[tuple[str, torch.Tensor]]:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  (it is no mapping)
                 stored = opened.get_slice(name).get_dtype()
-                if stored not in _STORED_DTYPES and not _NEVER_READ.search(name):
+                if stored not in STORED_DTYPES and not NEVER_READ.search(name):
                     raise UnsupportedModel(f"{file}: tensor {name} is stored as {stored}; {_readable()} can be read")
                 yield name, opened.get_tensor(name)
     except (SafetensorError, OSError) as error:
@@ -134,10 +86,10 @@ def _tensors_of(file: Path) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def _readable() -> str:
-    return ", ".join(_STORED_DTYPES)
+    return ", ".join(STORED_DTYPES)
 
 
-def _refuse(folder: Path, **faults: list[str]) -> None:
+def name_faults(folder: Path, **faults: list[str]) -> None:
     """Raise CheckpointError naming the first few tensors of each kind of fault, if there is any."""
     sentences = []
     for kind, tensors in faults.items():
@@ -149,32 +101,4 @@ def _refuse(folder: Path, **faults: list[str]) -> None:
 
 
 def _first_stored_dtype(folder: Path) -> str:
-    header = _read_json_bytes(_header(weight_files(folder)[0]), folder / SINGLE_FILE)
-    stored = next((entry["dtype"] for name, entry in header.items() if name != "__metadata__"), "none")
-    return _STORED_DTYPES.get(stored, stored)
-
-
-def _header(file: Path) -> bytes:
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        header = opened.read(size) if size <= _MAX_HEADER_SIZE_BYTES else b""
-    if len(header) != size or not size:
-        raise CheckpointError(f"{file} is truncated or corrupt: its header of {size} bytes cannot be read")
-    return header
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        return _read_json_bytes(file.read_bytes(), file)
-    except OSError as error:
-        raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
-
-
-def _read_json_bytes(content: bytes, file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(content)
-    except ValueError as error:
-        raise CheckpointError(f"{file} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file} must hold a JSON object")
-    return value
+    return next((tensor.dtype for tensor in stored_tensors(folder)), "none")

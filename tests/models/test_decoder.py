@@ -10,9 +10,10 @@ import torch
 from engine.attention.base import AttentionBatch, RequestRows
 from engine.attention.reference import ReferenceAttention
 from engine.kv_cache.spec import KVCacheSpec
+from engine.models.checkpoint import read_config
 from engine.models.decoder import Decoder
 from engine.models.registry import decoder_config
-from engine.models.weights import load_weights, read_config
+from engine.models.weights import load_weights
 
 BLOCK_SIZE = 4
 BLOCKS_A_REQUEST = 20

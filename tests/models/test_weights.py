@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from engine.errors import CheckpointError, UnsupportedModel
-from engine.models.weights import load_weights, model_digest, resolve_dtype
+from engine.models.checkpoint import model_digest
+from engine.models.weights import load_weights, resolve_dtype
 
 NAMES = [f"layer.{i}.weight" for i in range(8)]
 

@@ -1,0 +1,123 @@
+"""From a model folder to a checked `TransformersModel`: configuration, weights, guard. The one door to transformers.
+
+Only classes that transformers itself ships are run: code in a model folder never is. Weights come in through
+transformers' own loader, for it alone knows how an architecture's tensors are renamed, fused and split; it maps the
+files or converts tensor by tensor, and holds nothing twice. What it would fill at random is refused here.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from engine.errors import CheckpointError, UnsupportedModel
+from engine.models.checkpoint import weight_files
+from engine.models.guard import inspect
+from engine.models.transformers_backend import ATTENTION_NAME, Body, TransformersModel
+from engine.models.weights import NEVER_READ, name_faults
+
+logger = logging.getLogger(__name__)
+transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+ARCHITECTURES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+"""The causal language models that this transformers has."""
+
+
+def open_config(folder: Path, raw: dict[str, Any]) -> PretrainedConfig:
+    """Return transformers' reading of a config.json whose content is `raw`.
+
+    Raises:
+        UnsupportedModel: transformers has no such causal language model, or it is quantized.
+        CheckpointError: transformers does not accept the numbers in it.
+    """
+    named = raw.get("architectures") or []
+    if not ARCHITECTURES.intersection(map(str, named)):
+        remote = " (its code is in the folder, and code from a model folder is never run)" if "auto_map" in raw else ""
+        raise UnsupportedModel(
+            f"transformers {transformers.__version__} has no causal language model "
+            f"{', '.join(map(str, named)) or 'without a name'}{remote}"
+        )
+    if raw.get("quantization_config"):
+        raise UnsupportedModel(f"quantized checkpoints are not supported: {raw['quantization_config']}")
+    try:
+        config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+        runs = _name_of(config)
+    except Exception as error:
+        raise CheckpointError(f"{folder / 'config.json'} is not accepted by transformers: {error}") from error
+    if runs not in named:
+        raise UnsupportedModel(f"config.json names {named}, but its model_type is one of {runs}")
+    return config
+
+
+def max_positions(config: PretrainedConfig) -> int | None:
+    """Return the longest prompt plus output that `config` names, None where it names none."""
+    size = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return size if isinstance(size, int) and size > 0 else None
+
+
+def load(
+    folder: Path, config: PretrainedConfig, max_model_len: int, dtype: torch.dtype, progress: Callable[[int, int], None]
+) -> TransformersModel:
+    """Load and inspect; the guard's forwards take as long as a prompt of about 100 tokens.
+
+    Raises:
+        UnsupportedModel: The guard refuses it, naming the check that failed.
+        CheckpointError: A weight file or tensor is missing, unknown, misshapen or corrupt.
+    """
+    num_files = len(weight_files(folder))
+    progress(0, num_files)
+    body = Body(_load_module(folder, config, dtype))
+    shape = inspect(body, max_model_len)
+    progress(num_files, num_files)
+    logger.info(
+        "%s runs through transformers %s: its matrix products are the library's, so the last bits of a request's "
+        "logits may depend on its neighbours in a step; the tokens are right",
+        type(body.module).__name__,
+        transformers.__version__,
+    )
+    return TransformersModel(body, shape)
+
+
+def _load_module(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    loader: Any = transformers.AutoModelForCausalLM
+    try:
+        module, report = loader.from_pretrained(
+            folder,
+            config=config,
+            dtype=dtype,
+            attn_implementation=ATTENTION_NAME,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    except (KeyError, ValueError) as error:  # what it raises for a class that knows its own attention only
+        if ATTENTION_NAME not in str(error):
+            raise CheckpointError(f"{folder} cannot be loaded by transformers: {error}") from error
+        raise UnsupportedModel(
+            f"{_name_of(config)} does not run rightly through transformers {transformers.__version__}: "
+            f"check 'call a layer' failed: it knows no attention function but its own"
+        ) from error
+    except Exception as error:
+        raise CheckpointError(f"{folder} cannot be loaded by transformers: {error}") from error
+    name_faults(
+        folder,
+        missing=sorted(report["missing_keys"]),
+        unknown=sorted(key for key in report["unexpected_keys"] if not NEVER_READ.search(key)),
+        misshapen=[f"{key} is {list(found)}, must be {list(asked)}" for key, found, asked in report["mismatched_keys"]],
+    )
+    return module.eval()  # type: ignore[no-any-return]
+
+
+def _name_of(config: PretrainedConfig) -> str:
+    model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return str(model_class.__name__)
