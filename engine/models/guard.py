@@ -225,23 +225,16 @@ def _probe(body: Body, config: Any, max_positions: int) -> TransformersShape:
         logits = body.module(input_ids=ids[None], position_ids=ids[None], use_cache=False).logits
     if body.num_runs != num_runs + 1:
         _refuse(body, "probe forward", f"the whole model runs its body {body.num_runs - num_runs} times, not once")
-    num_layers = config.num_hidden_layers
-    indexes = [index if call.layer is None else call.layer for index, call in enumerate(calls)]
-    if indexes != list(range(num_layers)):
-        _refuse(body, "call a layer", f"its {num_layers} layers called attention as {_shown(indexes)}")
-    heads = {(call.q.shape[1], call.k.shape[1]) for call in calls}
-    if len(heads) > 1 or any(call.v.shape[1] != call.k.shape[1] for call in calls) or calls[0].q.shape[0] != num_rows:
-        _refuse(body, "call a layer", f"layers have different (heads, K/V heads): {sorted(heads)}")
-    num_embeddings = body.module.get_input_embeddings().weight.shape[0]
-    if logits.shape[-1] > num_embeddings:
-        _refuse(
-            body, "probe forward", f"it scores {logits.shape[-1]} tokens, of which {num_embeddings} have embeddings"
-        )
-    num_heads, num_kv_heads = heads.pop()
+    embedding: Any = body.module.get_input_embeddings()
+    if logits.shape[-1] > len(embedding.weight):
+        _refuse(body, "probe forward", f"it scores {logits.shape[-1]} tokens and embeds {len(embedding.weight)}")
+    num_heads, num_kv_heads = _check_calls(body, config, calls, num_rows)
+    if counting.counts_rows:
+        _refuse(body, "positions", "it counts the rows of a step, whose positions in their requests are others")
     windows = tuple(call.window for call in calls)
     _check_windows(body, config, windows)
     return TransformersShape(
-        num_layers=num_layers,
+        num_layers=len(calls),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=max(size for call in calls for size in (call.q.shape[-1], call.v.shape[-1])),
@@ -249,6 +242,19 @@ def _probe(body: Body, config: Any, max_positions: int) -> TransformersShape:
         max_positions=max_positions,
         windows=windows,
     )
+
+
+def _check_calls(body: Body, config: Any, calls: Sequence[AttentionCall], num_rows: int) -> tuple[int, int]:
+    """Return the (heads, K/V heads) of all layers."""
+    num_layers = config.num_hidden_layers
+    indexes = [index if call.layer is None else call.layer for index, call in enumerate(calls)]
+    if indexes != list(range(num_layers)):
+        _refuse(body, "call a layer", f"its {num_layers} layers called attention as {_shown(indexes)}")
+    kinds = {(len(call.q), call.q.shape[1], call.k.shape[1], call.v.shape[1]) for call in calls}
+    (rows, num_heads, num_kv_heads, num_values), *others = sorted(kinds)
+    if others or rows != num_rows or num_values != num_kv_heads or num_heads % num_kv_heads:
+        _refuse(body, "call a layer", f"of {num_rows} rows, layers have (rows, heads, keys, values) {sorted(kinds)}")
+    return num_heads, num_kv_heads
 
 
 def _check_windows(body: Body, config: Any, windows: tuple[int | None, ...]) -> None:
