@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from engine.errors import ModelError, UnsupportedModel
 from engine.models.transformers_backend import ATTENTION_NAME, AttentionCall, Body, TransformersShape, attending
+from engine.models.whole_attention import WholeAttention
 
 NUM_DRAWS = 3
 """Prompts that a check may try."""
@@ -78,13 +79,13 @@ class _Draw:
 
     @property
     def long_alone(self) -> torch.Tensor:
-        return self._once("long", lambda: self.run(_Memory(self.window), [(0, self.long, 0)])[0])
+        return self._once("long", lambda: self.run(WholeAttention(self.window), [(0, self.long, 0)])[0])
 
     @property
     def short_alone(self) -> torch.Tensor:
-        return self._once("short", lambda: self.run(_Memory(self.window), [(0, self.short, 0)])[0])
+        return self._once("short", lambda: self.run(WholeAttention(self.window), [(0, self.short, 0)])[0])
 
-    def run(self, memory: _Memory, rows: Rows) -> list[torch.Tensor]:
+    def run(self, memory: WholeAttention, rows: Rows) -> list[torch.Tensor]:
         """Run rows flattened; returns the logits of each sequence's rows."""
         lengths = [len(token_ids) for _, token_ids, _ in rows]
         positions = torch.cat([torch.arange(first, first + len(token_ids)) for _, token_ids, first in rows])
@@ -119,19 +120,19 @@ def _equals_eager(draw: _Draw) -> bool:
 
 
 def _is_right_beside_another(draw: _Draw) -> bool:
-    long, short = draw.run(_Memory(draw.window), [(0, draw.long, 0), (1, draw.short, 0)])
+    long, short = draw.run(WholeAttention(draw.window), [(0, draw.long, 0), (1, draw.short, 0)])
     return draw.equal(long, draw.long_alone) and draw.equal(short, draw.short_alone)
 
 
 def _is_right_in_chunks(draw: _Draw) -> bool:
-    memory = _Memory(draw.window)
+    memory = WholeAttention(draw.window)
     chunks = [draw.run(memory, [(0, draw.long[i : i + CHUNK], i)])[0] for i in range(0, LONG, CHUNK)]
     return draw.equal(torch.cat(chunks), draw.long_alone)
 
 
 def _is_right_beside_the_last_position(draw: _Draw) -> bool:
     last = draw.shape.max_positions - 1
-    short, _ = draw.run(_Memory(draw.window), [(0, draw.short, 0), (1, draw.short[:1], last)])
+    short, _ = draw.run(WholeAttention(draw.window), [(0, draw.short, 0), (1, draw.short[:1], last)])
     return draw.equal(short, draw.short_alone)
 
 
@@ -145,47 +146,6 @@ _CHECKS = (
         _is_right_beside_the_last_position,
     ),
 )
-
-
-class _Memory:
-    """Attention for the probes: each sequence's keys and values lie in one piece, no pages."""
-
-    def __init__(self, window: int | None) -> None:
-        self._window = window
-        self._kept: dict[tuple[int, int], tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def bind(self, sequences: Sequence[tuple[int, int]]) -> Callable[[AttentionCall], torch.Tensor]:
-        """Return what answers the layers of a forward over rows of `sequences`: (id, number of rows)."""
-        layers = iter(range(10**6))
-
-        def attend(call: AttentionCall) -> torch.Tensor:
-            layer, lengths = next(layers), [length for _, length in sequences]
-            parts = zip(sequences, *(torch.split(part, lengths) for part in (call.q, call.k, call.v)), strict=True)
-            return torch.cat([self._attend(layer, sequence, call, q, k, v) for (sequence, _), q, k, v in parts])
-
-        return attend
-
-    def _attend(
-        self, layer: int, sequence: int, call: AttentionCall, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        if (layer, sequence) in self._kept:
-            before_k, before_v = self._kept[layer, sequence]
-            k, v = torch.cat((before_k, k)), torch.cat((before_v, v))
-        self._kept[layer, sequence] = k, v
-        group = q.shape[1] // k.shape[1]
-        keys, values = (part.repeat_interleave(group, dim=1).float().transpose(0, 1) for part in (k, v))
-        scores = q.float().transpose(0, 1) @ keys.transpose(1, 2) * call.scale
-        if call.softcap is not None:
-            scores = torch.tanh(scores / call.softcap) * call.softcap
-        rows = torch.arange(len(k) - len(q), len(k))[:, None]
-        hidden = torch.arange(len(k)) > rows
-        if call.window is not None:
-            hidden |= torch.arange(len(k)) <= rows - min(call.window, self._window or call.window)
-        scores = scores.masked_fill(hidden, -torch.inf)
-        if call.sinks is not None:
-            scores = torch.cat((scores, call.sinks.float().view(-1, 1, 1).expand(-1, len(q), 1)), dim=-1)
-        weights = torch.softmax(scores, dim=-1)[..., : len(k)]
-        return (weights @ values).transpose(0, 1).to(q.dtype)
 
 
 class _Counting(TorchFunctionMode):

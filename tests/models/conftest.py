@@ -75,3 +75,64 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
         return made[family]
 
     return make
+
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 199,
+    "hidden_size": 48,
+    "embedding_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rotary_dim": 8,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.15,
+    "pad_token_id": None,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "sliding_window": 7,
+    "num_experts": 4,
+    "num_local_experts": 4,
+    "n_routed_experts": 4,
+    "moe_num_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_k": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 24,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 16,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 6,
+    "ffn_dim": 80,
+    "word_embed_proj_dim": 48,
+    "is_decoder": True,
+}
+"""What makes any architecture tiny, where its configuration has the name."""
+Draw = Callable[..., Any]
+
+
+@pytest.fixture(scope="session")
+def draw_model() -> Draw:
+    """Return a function from (model_type, changes) to a random float32 model in transformers eager, norms drawn too."""
+
+    def draw(model_type: str, without: tuple[str, ...] = (), **changes: Any) -> Any:
+        config_class = transformers.CONFIG_MAPPING[model_type]
+        own = config_class()
+        sizes = {name: size for name, size in SIZES.items() if hasattr(own, name) and name not in without}
+        config = config_class(**(sizes | changes))
+        torch.manual_seed(0)
+        model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if parameter.dim() == 1:
+                    is_factor = not name.endswith("bias") and ("norm" in name or "ln" in name)
+                    parameter.normal_(1.0 if is_factor else 0.0, 0.3)
+        return model
+
+    return draw
