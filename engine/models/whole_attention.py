@@ -1,6 +1,7 @@
 """Attention without pages, for a guard's probes: each sequence's keys and values lie in one piece.
 
-Shares nothing with the backends, so that what the guard finds is the model's doing.
+Shares nothing with the backends, so that what the guard finds is the model's doing, and rounds where transformers' own
+eager attention rounds, so that little of what it finds is rounding.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class WholeAttention:
             k, v = torch.cat((before_k, k)), torch.cat((before_v, v))
         self._kept[layer, sequence] = k, v
         group = q.shape[1] // k.shape[1]
-        keys, values = (part.repeat_interleave(group, dim=1).float().transpose(0, 1) for part in (k, v))
-        scores = q.float().transpose(0, 1) @ keys.transpose(1, 2) * call.scale
+        keys, values = (part.repeat_interleave(group, dim=1).transpose(0, 1) for part in (k, v))
+        scores = q.transpose(0, 1) @ keys.transpose(1, 2) * call.scale
         if call.softcap is not None:
             scores = torch.tanh(scores / call.softcap) * call.softcap
         rows = torch.arange(len(k) - len(q), len(k))[:, None]
@@ -50,6 +51,6 @@ class WholeAttention:
             hidden |= torch.arange(len(k)) <= rows - min(call.window, self._window or call.window)
         scores = scores.masked_fill(hidden, -torch.inf)
         if call.sinks is not None:
-            scores = torch.cat((scores, call.sinks.float().view(-1, 1, 1).expand(-1, len(q), 1)), dim=-1)
-        weights = torch.softmax(scores, dim=-1)[..., : len(k)]
-        return (weights @ values).transpose(0, 1).to(q.dtype)
+            scores = torch.cat((scores, call.sinks.to(q.dtype).view(-1, 1, 1).expand(-1, len(q), 1)), dim=-1)
+        weights = torch.softmax(scores, dim=-1, dtype=torch.float32)[..., : len(k)]
+        return (weights.to(values.dtype) @ values).transpose(0, 1).to(q.dtype)

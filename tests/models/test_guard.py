@@ -1,0 +1,151 @@
+"""What would be wrong without a word is refused, by the check that it fails; what only looks odd is not."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.config import EngineConfig
+from engine.errors import UnsupportedModel
+from engine.models.guard import inspect, tolerance
+from engine.models.registry import build_model
+from engine.models.transformers_backend import ATTENTION_NAME, Body, TransformersShape
+
+FULL = {"layer_types": ["full_attention"] * 4}
+ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 32}
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "a bias of the scores by position": ("bloom", {}, "call a layer"),
+    "the same, made elsewhere": ("mpt", {}, "probe forward"),
+    "attention in chunks": ("llama4_text", {}, "layer types"),
+    "a temperature by the number of the row": ("llama4_text", FULL, "positions"),
+    "linear attention between full": ("qwen3_next", {}, "layer types"),
+    "lightning attention": ("minimax", {}, "layer types"),
+    "convolutions": ("lfm2", {"layer_types": ["full_attention", "conv"] * 2}, "layer types"),
+    "state space beside attention": ("bamba", {"mamba_n_heads": 12, "mamba_d_head": 8}, "layer types"),
+    "state space between attention": ("jamba", {}, "layer types"),
+    "state space alone": ("mamba2", {"num_heads": 12, "head_dim": 8}, "layer types"),
+    "a recurrent net": ("rwkv", {}, "call a layer"),
+    "positions by the number of the row": (
+        "bart",
+        {"decoder_layers": 4, "decoder_attention_heads": 6, "decoder_ffn_dim": 80},
+        "positions",
+    ),
+    "positions that begin elsewhere": ("roberta", {"pad_token_id": 0}, "eager"),
+    "windows that attention is not told": ("phimoe", {}, "eager"),
+    "a mask computed from values": ("doge", {}, "eager"),
+    "two attentions a layer": ("diffllama", {}, "call a layer"),
+    "layers that run several times": ("hrm_text", {}, "call a layer"),
+    "layers of different K/V heads": ("mimo_v2_flash", {}, "call a layer"),
+    "attention both ways": ("bert", {"is_decoder": False}, "eager"),
+    "attention of its own": ("xglm", {}, "call a layer"),
+    "two sets of frequencies by the longest request": (
+        "arcee",
+        {
+            "rope_parameters": ROPE
+            | {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4}
+        },
+        "last position",
+    ),
+}
+"""What is wrong → (model_type, changes, the check that finds it)."""
+
+
+def inspected(model: Any, max_positions: int = 128) -> TransformersShape:
+    model.set_attn_implementation(ATTENTION_NAME)
+    return inspect(Body(model), max_positions)
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_what_would_be_wrong_without_a_word_is_refused_by_the_failed_check(
+    draw_model: Any, tmp_path: Path, fault: str
+) -> None:
+    model_type, changes, check = REFUSED[fault]
+    draw_model(model_type, ("head_dim",) if model_type == "mamba2" else (), **changes).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=f"check '{check}' failed"):
+        build_model(tmp_path, EngineConfig(max_model_len=128), lambda done, total: None)
+
+
+@pytest.mark.parametrize("model_type", ["falcon", "gpt_neo"])
+def test_a_class_that_knows_only_its_own_attention_is_refused(draw_model: Any, tmp_path: Path, model_type: str) -> None:
+    changes = {"attention_types": [[["global", "local"], 2]], "num_layers": 4} if model_type == "gpt_neo" else {}
+    draw_model(model_type, ("head_dim",), **changes).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="check 'call a layer' failed"):
+        build_model(tmp_path, EngineConfig(), lambda done, total: None)
+
+
+DYNAMIC = {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 32}
+LONG = REFUSED["two sets of frequencies by the longest request"][1]
+
+
+@pytest.mark.parametrize("changes", [DYNAMIC, LONG], ids=["dynamic", "longrope"])
+def test_frequencies_that_the_longest_request_sets_are_wrong_only_where_it_can(draw_model: Any, changes: Any) -> None:
+    model = draw_model("arcee", **changes)
+    with pytest.raises(UnsupportedModel, match=r"check 'last position' failed: .*smaller --max-model-len"):
+        inspected(model, max_positions=128)
+    assert inspected(draw_model("arcee", **changes), max_positions=32).max_positions == 32
+
+
+def test_the_shape_is_what_the_layers_ask_for(draw_model: Any) -> None:
+    kinds = ["sliding_attention", "full_attention"] * 2
+    shape = inspected(draw_model("cohere2", layer_types=kinds, sliding_window=40))
+    assert shape == TransformersShape(
+        num_layers=4,
+        num_heads=6,
+        num_kv_heads=2,
+        head_dim=8,
+        vocab_size=199,
+        max_positions=128,
+        windows=(40, None, 40, None),
+    )
+
+
+def test_heads_of_different_sizes_take_the_largest(draw_model: Any) -> None:
+    assert inspected(draw_model("deepseek_v3", num_key_value_heads=6, head_dim=4)).head_dim == 12
+
+
+def test_windows_longer_than_any_probe_are_found_wrong_on_a_short_prompt(draw_model: Any) -> None:
+    model = draw_model("phimoe", sliding_window=100)
+    with pytest.raises(UnsupportedModel, match="check 'eager' failed"):
+        inspected(model)
+    assert model.config.sliding_window == 100
+
+
+def test_a_window_that_config_json_does_not_have_is_refused(draw_model: Any) -> None:
+    model = draw_model("exaone4", layer_types=["sliding_attention", "full_attention"] * 2)
+    model.config.sliding_window = 11
+    with pytest.raises(UnsupportedModel, match="check 'windows' failed: layer 0 sees 7 positions"):
+        inspected(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("model_type", ["gpt2", "qwen2_moe", "deepseek_v3", "starcoder2"])
+def test_right_models_pass_in_16_bits(draw_model: Any, dtype: torch.dtype, model_type: str) -> None:
+    changes = {"num_key_value_heads": 6, "head_dim": 4} if model_type == "deepseek_v3" else {}
+    inspected(draw_model(model_type, **changes).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("fault", ["windows that attention is not told", "a mask computed from values"])
+def test_wrong_models_fail_in_16_bits(draw_model: Any, dtype: torch.dtype, fault: str) -> None:
+    model_type, changes, check = REFUSED[fault]
+    with pytest.raises(UnsupportedModel, match=f"check '{check}' failed"):
+        inspected(draw_model(model_type, **changes).to(dtype))
+
+
+def test_the_tolerance_follows_from_type_and_depth() -> None:
+    assert tolerance(torch.float32, 4) < 1e-4 < tolerance(torch.float16, 4) < tolerance(torch.bfloat16, 4) < 0.1
+    assert tolerance(torch.float32, 32) > tolerance(torch.float32, 4)
+
+
+def test_what_differs_on_this_path_is_said_at_the_start(
+    draw_model: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    draw_model("gpt2").save_pretrained(tmp_path)
+    with caplog.at_level(logging.INFO, logger="engine"):
+        build_model(tmp_path, EngineConfig(), lambda done, total: None)
+    assert "GPT2LMHeadModel runs through transformers" in caplog.text
+    assert "last bits of a request's logits may depend on its neighbours" in caplog.text
