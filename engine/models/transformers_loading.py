@@ -98,6 +98,7 @@ def _load_module(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> 
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,
+            ignore_mismatched_sizes=True,  # so that they are reported, with the rest
             output_loading_info=True,
         )
     except (KeyError, ValueError) as error:  # what it raises for a class that knows its own attention only

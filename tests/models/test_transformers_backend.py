@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.errors import CheckpointError, ConfigError, UnsupportedModel
 from engine.kv_cache.spec import max_blocks_for
 from engine.metrics import SchedulerStats
 from engine.model_runner.model_runner import ModelRunner
+from engine.models.decoder import Decoder
+from engine.models.registry import DECODERS, BuiltModel, build_model
 from engine.models.transformers_backend import TransformersModel
 from engine.outputs import Capacity, RequestId
 from engine.protocol import EngineCoreRequest
@@ -183,3 +190,154 @@ def test_tokens_and_logits_equal_eager_alone_batched_chunked_preempted_and_with_
     assert stats.num_preemptions > 0
     for prompt, answer in zip(PROMPTS, chunked, strict=True):
         check(model, prompt, answer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", DECODERS)
+def test_our_own_decoder_and_transformers_model_agree_on_every_row(
+    draw_model: Any, tmp_path: Path, architecture: str
+) -> None:
+    model_types = [name for name, known in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items() if known == architecture]
+    model_type = next(name for name in model_types if name in architecture.lower() or name.endswith("_text"))
+    draw_model(model_type).save_pretrained(tmp_path)
+    own, other = Stack(tmp_path, model_impl="own"), Stack(tmp_path, model_impl="transformers")
+    assert isinstance(own.model, Decoder)
+    assert isinstance(other.model, TransformersModel)
+    assert own.model.config.windows == other.model.config.windows
+    for mine, theirs in zip(own.run(PROMPTS)[0], other.run(PROMPTS)[0], strict=True):
+        assert mine.tokens == theirs.tokens
+        torch.testing.assert_close(torch.stack(mine.logits), torch.stack(theirs.logits), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_in_16_bits_logits_are_close_to_those_in_32(draw_model: Any, tmp_path: Path, dtype: str) -> None:
+    model = draw_model("gpt2")
+    model.save_pretrained(tmp_path)
+    (answer,), _ = Stack(tmp_path, model_impl="transformers", dtype=dtype).run(PROMPTS[-1:])
+    with torch.inference_mode():
+        expected = model(torch.tensor([PROMPTS[-1]]), use_cache=False).logits[0, -1]
+    assert (answer.logits[0] - expected).abs().mean() < 0.05 * expected.std()
+
+
+@pytest.fixture(scope="module")
+def gpt2_folder(draw_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("gpt2")
+    draw_model("gpt2").save_pretrained(folder)
+    return folder
+
+
+def build(folder: Path, **settings: Any) -> BuiltModel:
+    return build_model(folder, EngineConfig(**settings), lambda done, total: None)
+
+
+def copy_of(folder: Path, target: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> Path:
+    """Return a copy of the checkpoint, with config.json and tensors changed."""
+    raw, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    change(raw, tensors)
+    (target / "config.json").write_text(json.dumps(raw))
+    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def test_auto_takes_our_own_decoder_where_it_can_and_transformers_where_not(
+    draw_model: Any, tmp_path: Path, gpt2_folder: Path
+) -> None:
+    draw_model("llama").save_pretrained(tmp_path)
+    assert isinstance(build(tmp_path).model, Decoder)
+    assert isinstance(build(tmp_path, model_impl="transformers").model, TransformersModel)
+    assert isinstance(build(gpt2_folder).model, TransformersModel)
+
+
+def test_own_refuses_what_is_no_row(gpt2_folder: Path) -> None:
+    with pytest.raises(UnsupportedModel, match="names GPT2LMHeadModel; supported are"):
+        build(gpt2_folder, model_impl="own")
+
+
+def test_what_neither_runs_is_refused_with_both_reasons(draw_model: Any, tmp_path: Path) -> None:
+    draw_model("bloom").save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="names BloomForCausalLM; supported are") as refusal:
+        build(tmp_path, max_model_len=64)
+    assert "check 'call a layer' failed" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"architectures": ["NovelForCausalLM"]}, "has no causal language model NovelForCausalLM$"),
+        (
+            {"architectures": ["NovelForCausalLM"], "auto_map": {"AutoModelForCausalLM": "novel.Novel"}},
+            "code from a model folder is never run",
+        ),
+        ({"architectures": []}, "has no causal language model without a name"),
+        ({"architectures": ["OPTForCausalLM"]}, "its model_type is one of GPT2LMHeadModel"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
+    ],
+)
+def test_what_transformers_does_not_have_is_refused_by_name(
+    gpt2_folder: Path, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    folder = copy_of(gpt2_folder, tmp_path, lambda raw, tensors: raw.update(changes))
+    with pytest.raises(UnsupportedModel, match=words):
+        build(folder, model_impl="transformers")
+
+
+def test_code_in_a_folder_is_never_run(gpt2_folder: Path, tmp_path: Path) -> None:
+    def add_code(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        raw["auto_map"] = {"AutoConfig": "novel.Config", "AutoModelForCausalLM": "novel.Novel"}
+        (tmp_path / "novel.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit\n")
+
+    folder = copy_of(gpt2_folder, tmp_path, add_code)
+    assert isinstance(build(folder).model, TransformersModel)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_numbers_that_transformers_does_not_accept_are_the_checkpoint_s_fault(
+    gpt2_folder: Path, tmp_path: Path
+) -> None:
+    folder = copy_of(gpt2_folder, tmp_path, lambda raw, tensors: raw.update(n_head="six"))
+    with pytest.raises(CheckpointError, match=r"config\.json is not accepted by transformers"):
+        build(folder)
+
+
+def lose(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    del tensors["transformer.h.1.mlp.c_fc.weight"]
+
+
+def bend(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors["transformer.ln_f.weight"] = torch.ones(47)
+
+
+def invent(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+    tensors["transformer.h.1.adapter.weight"] = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        (lose, r"1 missing: transformer\.h\.1\.mlp\.c_fc\.weight"),
+        (bend, r"transformer\.ln_f\.weight is \[47\], must be \[48\]"),
+        (invent, r"1 unknown: transformer\.h\.1\.adapter\.weight"),
+    ],
+)
+def test_a_tensor_that_does_not_fit_is_named(gpt2_folder: Path, tmp_path: Path, fault: Any, words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        build(copy_of(gpt2_folder, tmp_path, fault))
+
+
+def test_a_truncated_weight_file_is_a_checkpoint_error(gpt2_folder: Path, tmp_path: Path) -> None:
+    folder = copy_of(gpt2_folder, tmp_path, lambda raw, tensors: None)
+    content = (folder / "model.safetensors").read_bytes()
+    (folder / "model.safetensors").write_bytes(content[: len(content) // 2])
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
+        build(folder)
+
+
+def test_a_model_without_a_longest_context_must_be_given_one(draw_model: Any, tmp_path: Path) -> None:
+    draw_model("bloom").save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="names no longest context: give --max-model-len"):
+        build(tmp_path)
+
+
+def test_remote_code_is_refused_with_the_reason() -> None:
+    with pytest.raises(ConfigError, match="--trust-remote-code: code from a model folder is never run"):
+        EngineConfig(trust_remote_code=True)

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from engine.config import EngineConfig
+from engine.errors import CheckpointError, ConfigError
+from engine.models.memory_estimate import estimate_memory, refuse_what_cannot_fit
+
+MIB = 2**20
+LLAMA: dict[str, Any] = {
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "dtype": "bfloat16",
+}
+CONFIG = EngineConfig(max_num_seqs=8, max_num_batched_tokens=16)
+TOKEN_SIZE_BYTES = 2 * 4 * 2 * 8 * 2
+"""Keys and values, layers, K/V heads, head size, bytes a number."""
+LOGITS_SIZE_BYTES = 8 * 1000 * 4
+
+
+def write(folder: Path, changes: dict[str, Any] | None = None, dtype: torch.dtype = torch.bfloat16) -> Path:
+    (folder / "config.json").write_text(json.dumps(LLAMA | (changes or {})))
+    tensors = {"a": torch.zeros(1000, 64, dtype=dtype), "b": torch.zeros(3, 5, dtype=dtype)}
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def test_the_numbers_are_those_of_the_files(tmp_path: Path) -> None:
+    estimate = estimate_memory(write(tmp_path), CONFIG, 2**30)
+    assert estimate.weights_bytes == (64000 + 15) * 2
+    assert estimate.loading_bytes == 0
+    assert estimate.kv_bytes == 4096 * TOKEN_SIZE_BYTES
+    assert estimate.logits_bytes == LOGITS_SIZE_BYTES
+    assert (estimate.max_model_len, estimate.longest) == (4096, 4096)
+    assert estimate.peak_bytes == estimate.weights_bytes + estimate.kv_bytes + estimate.logits_bytes
+
+
+def test_weights_take_what_the_asked_type_takes(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    wide = estimate_memory(folder, EngineConfig(dtype="float32", max_model_len=2), 2**30)
+    assert wide.weights_bytes == (64000 + 15) * 4
+    assert wide.loading_bytes == 64000 * 2
+    assert wide.kv_bytes == 16 * TOKEN_SIZE_BYTES * 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_tokens"),
+    [
+        ({"sliding_window": 33}, 4 * 64),
+        ({"sliding_window": 33, "use_sliding_window": False}, 4 * 4096),
+        (
+            {"sliding_window": 33, "layer_types": ["full_attention", "sliding_attention"] * 2},
+            2 * 4096 + 2 * 64,
+        ),
+        ({"head_dim": 16}, 2 * 4 * 4096),
+        ({"num_key_value_heads": None}, 4 * 4 * 4096),
+        ({"num_key_value_heads": None, "multi_query": True}, 4 * 2048),
+        ({"num_hidden_layers": None}, 0),
+        ({"num_hidden_layers": None, "n_layer": 2}, 2 * 4096),
+    ],
+)
+def test_kv_follows_heads_layers_and_windows(tmp_path: Path, changes: dict[str, Any], num_tokens: int) -> None:
+    """`num_tokens` are the tokens kept, summed over the layers; a window of 33 and 16 tokens in flight take 64."""
+    estimate = estimate_memory(write(tmp_path, changes), CONFIG, 2**30)
+    assert estimate.kv_bytes == num_tokens * TOKEN_SIZE_BYTES // 4
+
+
+def test_the_text_part_of_a_nested_config_counts(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    (folder / "config.json").write_text(json.dumps({"model_type": "pictures", "text_config": LLAMA}))
+    assert estimate_memory(folder, CONFIG, 2**30).kv_bytes == 4096 * TOKEN_SIZE_BYTES
+
+
+def test_a_context_that_cannot_fit_is_refused_with_the_numbers_and_the_longest_that_fits(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    available = (64000 + 15) * 2 + LOGITS_SIZE_BYTES + 1000 * TOKEN_SIZE_BYTES
+    with pytest.raises(ConfigError) as refusal:
+        refuse_what_cannot_fit(folder, CONFIG, available)
+    for words in (
+        "weights 0.1 MiB",
+        "of 4096 tokens 1.0 MiB",
+        "0.4 MiB are available",
+        "--max-model-len to at most 992",
+    ):
+        assert words in str(refusal.value)
+    lower = EngineConfig(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=992)
+    assert refuse_what_cannot_fit(folder, lower, available).longest == 992
+
+
+@pytest.mark.parametrize(
+    ("dtype", "remedy"), [("float32", "take --dtype bfloat16"), ("auto", "take a smaller model, or free memory")]
+)
+def test_weights_that_cannot_fit_are_refused_with_what_to_do(tmp_path: Path, dtype: str, remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        refuse_what_cannot_fit(write(tmp_path), EngineConfig(dtype=dtype), 1000)  # type: ignore[arg-type]
+
+
+def test_a_header_that_makes_no_sense_is_a_checkpoint_error(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    header = json.dumps({"a": {"dtype": "F32"}}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match="the header's entry of a is"):
+        estimate_memory(tmp_path, CONFIG, 2**30)
+
+
+def test_the_estimate_needs_no_torch() -> None:
+    code = "import sys, engine.models.memory_estimate; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
