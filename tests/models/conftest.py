@@ -114,18 +114,102 @@ SIZES: dict[str, Any] = {
     "is_decoder": True,
 }
 """What makes any architecture tiny, where its configuration has the name."""
-Draw = Callable[..., Any]
+MAX_SIZE = 5 * 10**6
+"""Weights beyond which a model is not tiny."""
+_HALVES = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+_LATENT = {"num_key_value_heads": 6, "head_dim": 4}
+_PADS = {"pad_token_id": 0}
+_STATES = {"mamba_n_heads": 12, "mamba_d_head": 8}
+_DECODER = {"decoder_layers": 4, "decoder_attention_heads": 6, "decoder_ffn_dim": 80}
+CHANGES: dict[str, dict[str, Any]] = {
+    "axk1": _LATENT,
+    "bamba": _STATES,
+    "bart": _DECODER,
+    "bigbird_pegasus": _DECODER,
+    "blenderbot": _DECODER,
+    "blenderbot-small": _DECODER,
+    "camembert": _PADS,
+    "cohere2": _HALVES,
+    "cpmant": {"dim_model": 48, "dim_ff": 80, "dim_head": 8},
+    "ctrl": {"dff": 80},
+    "data2vec-text": _PADS,
+    "deepseek_v2": _LATENT,
+    "deepseek_v3": _LATENT,
+    "exaone4": _HALVES,
+    "falcon": {"without": ("head_dim",)},
+    "gemma3_text": _HALVES,
+    "gemma3n_text": _HALVES
+    | {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 8, "laurel_rank": 4}
+    | {"vocab_size_per_layer_input": 199, "activation_sparsity_pattern": [0.0] * 4},
+    "gemma4_text": _HALVES
+    | {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 199, "global_head_dim": 16}
+    | {"without": ("num_experts", "moe_intermediate_size")},
+    "gemma4_unified_text": _HALVES
+    | {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 199, "global_head_dim": 16}
+    | {"without": ("num_experts", "moe_intermediate_size")},
+    "glm4_moe_lite": _LATENT,
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
+    "granitemoehybrid": _STATES,
+    "kimi_linear": {"pad_token_id": 0, "linear_head_dim": 8, "linear_num_heads": 6},
+    "lfm2": {"layer_types": ["full_attention", "conv"] * 2},
+    "lfm2_moe": {"layer_types": ["full_attention", "conv"] * 2},
+    "longcat_flash": _LATENT
+    | {"num_layers": 2, "ffn_hidden_size": 80, "expert_ffn_hidden_size": 24, "zero_expert_num": 2, "moe_topk": 2},
+    "mamba2": {"without": ("head_dim",), "num_heads": 12, "head_dim": 8},
+    "marian": _DECODER,
+    "mbart": _DECODER,
+    "minicpm3": _LATENT,
+    "ministral": _HALVES,
+    "modernbert-decoder": _PADS,
+    "mvp": _DECODER,
+    "olmo3": _HALVES,
+    "pegasus": _DECODER,
+    "phimoe": {"sliding_window": None},
+    "plbart": _DECODER,
+    "prophetnet": {"without": ("num_hidden_layers",), "num_decoder_layers": 4}
+    | {"num_decoder_attention_heads": 6, "num_encoder_attention_heads": 6},
+    "reformer": {"axial_pos_embds_dim": (16, 32), "axial_pos_shape": (8, 16), "pad_token_id": 0},
+    "roberta": _PADS,
+    "roberta-prelayernorm": _PADS,
+    "roc_bert": {"shape_vocab_size": 9, "pronunciation_vocab_size": 9, "pad_token_id": 0},
+    "trocr": _DECODER,
+    "whisper": _DECODER,
+    "xlm": {"emb_dim": 48, "n_heads": 6, "n_layers": 4, "pad_token_id": 2},
+    "xlm-roberta": _PADS,
+    "xlm-roberta-xl": _PADS,
+    "xlnet": {"without": ("max_position_embeddings",), "d_inner": 80, "d_head": 8},
+    "xlstm": {"without": ("v_head_dim", "head_dim"), "num_heads": 4},
+    "xmod": {"default_language": "en_XX", "pad_token_id": 0},
+    "youtu": _LATENT,
+    "zamba": {"num_hidden_layers": 12},
+    "zamba2": {"without": ("num_hidden_layers",)},
+    "zaya": {"num_experts_per_tok": 1},
+}
+"""model_type → what a tiny model of it needs beyond `SIZES`; "without": of which names of `SIZES` not."""
+
+
+def _has(config: Any, name: str) -> bool:
+    try:
+        return hasattr(config, name)
+    except RuntimeError:  # a setting of each layer, of which there is no one value
+        return True
 
 
 @pytest.fixture(scope="session")
-def draw_model() -> Draw:
+def draw_model() -> Callable[..., Any]:
     """Return a function from (model_type, changes) to a random float32 model in transformers eager, norms drawn too."""
 
-    def draw(model_type: str, without: tuple[str, ...] = (), **changes: Any) -> Any:
+    def draw(model_type: str, **changes: Any) -> Any:
+        changes = CHANGES.get(model_type, {}) | changes
+        without = changes.pop("without", ())
         config_class = transformers.CONFIG_MAPPING[model_type]
         own = config_class()
-        sizes = {name: size for name, size in SIZES.items() if hasattr(own, name) and name not in without}
+        sizes = {name: size for name, size in SIZES.items() if name not in without and _has(own, name)}
         config = config_class(**(sizes | changes))
+        with torch.device("meta"):
+            size = transformers.AutoModelForCausalLM.from_config(config).num_parameters()
+        if size > MAX_SIZE:
+            raise ValueError(f"{model_type} has no tiny configuration: {size} weights")
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
         with torch.no_grad():
