@@ -106,4 +106,5 @@ def test_models_md_says_what_runs_and_what_is_refused_and_why(draw_model: Any, q
     found = document({name: outcome(draw_model, model_types[name]) for name in sorted(model_types)})
     if rewrites:
         DOCUMENT.write_text(found)
+        pytest.skip("MODELS.md is written anew")
     assert written == found, "METRONOME_REWRITE=1 writes MODELS.md anew"
