@@ -15,7 +15,6 @@ through `_finish`; what has left is in no queue, no map and no table.
 from __future__ import annotations
 
 import enum
-import logging
 import math
 from collections import deque
 from collections.abc import Iterable
@@ -23,18 +22,16 @@ from collections.abc import Iterable
 import msgspec
 
 from engine.config import EngineConfig
-from engine.errors import Cause, ConfigError
+from engine.errors import Cause
 from engine.kv_cache.events import KVCacheEvent
 from engine.kv_cache.manager import KVCacheManager
+from engine.limits import Limits, suited
 from engine.metrics import SchedulerStats
 from engine.outputs import Capacity, FinishReason, GrammarMasks, ModelRunnerOutput, RequestId, SchedulerOutput
 from engine.protocol import AbortReason, EngineCoreEvent, EngineCoreOutput, EngineCoreRequest, PauseMode, SessionPart
 from engine.request import Request, RequestStatus
 from engine.scheduler.scheduler import RowResult, Scheduler
 from engine.structured_output.grammar import Grammar, new_bitmasks
-
-logger = logging.getLogger(__name__)
-
 
 _BLOCKED = {RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, RequestStatus.WAITING_FOR_STREAMING_REQ}
 _NO_EVENTS: list[EngineCoreEvent] = []
@@ -70,7 +67,7 @@ class EngineCore:
         Raises:
             ConfigError: Prompts must be computed at once, and one of full length would never fit a step.
         """
-        self.config = config = _suited(config, capacity)
+        self.config = config = suited(config, capacity)
         self.capacity = capacity
         self._kv_cache = KVCacheManager(
             capacity.num_kv_blocks,
@@ -81,6 +78,7 @@ class EngineCore:
             max_in_flight=capacity.max_concurrent_plans * config.max_num_batched_tokens,
             records_events=records_events,
         )
+        self._limits = Limits(capacity, self._kv_cache.max_blocks)
         self._scheduler = Scheduler(config, capacity, self._kv_cache)
         self._requests: dict[RequestId, Request] = {}
         self._blocked: dict[RequestId, Request] = {}
@@ -105,7 +103,7 @@ class EngineCore:
             raise ValueError(f"request id {request.request_id!r} is in use: ids are unique for the engine's life")
         self._now = now
         self._num_arrivals += 1
-        refusal = self._refusal(request)
+        refusal = self._limits.refusal(request)
         if refusal is not None:
             request = msgspec.structs.replace(request, prompt_token_ids=[])
         taken = Request(request, self._num_arrivals, self.capacity.max_model_len)
@@ -213,10 +211,11 @@ class EngineCore:
         results = self._scheduler.update(plan, output)
         self._step = plan.step
         for result in results:
-            if result.status is not None or result.request.grammar is not None:
+            request, token_ids, status, _ = result
+            if status is not None or request.grammar is not None:
                 self._conclude(result)
-            elif result.new_token_ids:
-                self._emit(result.request, result.new_token_ids)
+            elif token_ids:
+                self._emit(request, token_ids)
 
     def _conclude(self, result: RowResult) -> None:
         """Say what a step did to a request that ends by it, or whose grammar has a say."""
@@ -361,37 +360,6 @@ class EngineCore:
 
     # The ways out
 
-    def _refusal(self, request: EngineCoreRequest) -> Cause | None:
-        """Say why `request` can never run here, with the numbers, or None if it can."""
-        if request.extras and request.extras.keys() != {"session"}:
-            return Cause("InvalidRequest", f"extras {sorted(request.extras)} are not supported by this version")
-        if request.sampling_params.n != 1:
-            n = request.sampling_params.n
-            return Cause("InvalidRequest", f"n is {n}: a request in the engine is one completion")
-        return self._prompt_refusal(request.prompt_token_ids, 0, request.sampling_params.max_tokens)
-
-    def _prompt_refusal(self, token_ids: list[int], num_before: int, max_tokens: int | None) -> Cause | None:
-        """Say why these prompt tokens, behind `num_before` known ones, can never be computed here, or None."""
-        num_prompt, max_len = num_before + len(token_ids), self.capacity.max_model_len
-        if not token_ids:
-            return Cause("InvalidRequest", "the prompt has no tokens; it needs at least one")
-        lowest, highest = min(token_ids), max(token_ids)
-        if lowest < 0 or highest >= self.capacity.vocab_size:
-            message = (
-                f"prompt token ids are from {lowest} to {highest}, allowed are 0 to {self.capacity.vocab_size - 1}"
-            )
-            return Cause("InvalidRequest", message)
-        if num_prompt >= max_len:
-            message = f"the prompt has {num_prompt} tokens and the context holds {max_len}, one of them to generate"
-            return Cause("PromptTooLong", f"{message}: shorten the prompt or raise --max-model-len")
-        num_total = max_len if max_tokens is None else min(max_len, num_prompt + max_tokens)
-        num_blocks = self._kv_cache.max_blocks(num_total - 1)  # the last token's K/V is never needed
-        if num_blocks > self._kv_cache.pool.num_blocks:
-            message = f"prompt of {num_prompt} and max_tokens {max_tokens} need {num_blocks} KV blocks of "
-            message += f"{self.capacity.block_size} tokens, there are {self._kv_cache.pool.num_blocks}"
-            return Cause("PromptTooLong", f"{message}: lower max_tokens or raise --kv-cache-memory-bytes")
-        return None
-
     def _end_overdue(self, now: float) -> None:
         while self.next_deadline <= now:
             _, request = self._queue_deadlines.popleft()
@@ -428,7 +396,7 @@ class EngineCore:
             self._finish(request, RequestStatus.FINISHED_STOPPED)
             return
         num_before = request.num_tokens - bool(request.num_output_tokens)
-        refusal = self._prompt_refusal(part.prompt_token_ids, num_before, part.sampling_params.max_tokens)
+        refusal = self._limits.prompt_refusal(part.prompt_token_ids, num_before, part.sampling_params.max_tokens)
         if refusal is not None:
             self._finish(request, RequestStatus.FINISHED_ERROR, cause=refusal)
             return
@@ -476,24 +444,3 @@ class EngineCore:
                 turn_reason=turn_reason,
             )
         )
-
-
-def _suited(config: EngineConfig, capacity: Capacity) -> EngineConfig:
-    """Return `config` with what the model's layers cannot do switched off.
-
-    Raises:
-        ConfigError: Prompts must be computed at once, and one of full length would never fit a step.
-    """
-    reason = "without chunked prefill"
-    if not all(group.is_causal for group in capacity.kv_cache_groups):
-        reason = "with layers that see what comes after a token (not causal)"
-        logger.info("chunked prefill and prefix caching are off: the model has layers that are not causal")
-        config = msgspec.structs.replace(
-            config, enable_chunked_prefill=False, enable_prefix_caching=False, long_prefill_token_threshold=0
-        )
-    if not config.enable_chunked_prefill and config.max_num_batched_tokens < capacity.max_model_len:
-        raise ConfigError(
-            f"{reason} --max-num-batched-tokens {config.max_num_batched_tokens} must be at least "
-            f"the context of {capacity.max_model_len} tokens: raise it or lower --max-model-len"
-        )
-    return config

@@ -104,7 +104,7 @@ class AppendOnlyArray:
     Growing past the capacity moves to a buffer of twice the size; older views keep the older buffer.
     """
 
-    __slots__ = ("_buffer", "_length", "_read_only")
+    __slots__ = ("_buffer", "_capacity", "_length", "_read_only")
 
     def __init__(self, values: Sequence[int] = ()) -> None:
         """Copy `values`."""
@@ -115,7 +115,7 @@ class AppendOnlyArray:
 
     def append(self, value: int) -> None:
         """Add one number."""
-        if self._length == len(self._buffer):
+        if self._length == self._capacity:
             self._allocate(self._buffer)
         self._buffer[self._length] = value
         self._length += 1
@@ -129,7 +129,8 @@ class AppendOnlyArray:
         return self._read_only[: self._length]
 
     def _allocate(self, values: TokenArray) -> None:
-        self._buffer = np.empty(max(_LEAST_CAPACITY, 2 * len(values)), dtype=np.int32)
+        self._capacity = max(_LEAST_CAPACITY, 2 * len(values))
+        self._buffer = np.empty(self._capacity, dtype=np.int32)
         self._buffer[: len(values)] = values
         self._length = len(values)
         self._read_only = self._buffer.view()
@@ -260,6 +261,11 @@ class Request:
         computed = f"{self.num_computed_tokens}/{self.num_tokens}+{self.num_placeholders}"
         return f"Request({self.request_id} {self.status} computed={computed})"
 
+    def append(self, token_id: int) -> None:
+        """Add a sampled token."""
+        self.tokens.append(token_id)
+        self.num_tokens += 1
+
     @property
     def num_output_tokens(self) -> int:
         """Sampled and committed tokens; those of the present turn, in a session."""
@@ -274,11 +280,6 @@ class Request:
     def awaits_first_step(self) -> bool:
         """Whether it lives and was never admitted."""
         return self.num_cached_tokens is None and not self.is_finished
-
-    def append(self, token_id: int) -> None:
-        """Add a sampled token."""
-        self.tokens.append(token_id)
-        self.num_tokens += 1
 
     def move_to(self, status: RequestStatus) -> None:
         """Change the status.

@@ -58,9 +58,20 @@ class _Table:
 
 
 class _Tables(tuple[_Table, ...]):
-    """One request's tables, one a group; `views` is what plans are given, None once they grew."""
+    """One request's tables, one a group, all of one length.
 
-    views: tuple[TokenArray, ...] | None = None
+    Attributes:
+        num_slots: Tokens they have room for.
+        views: What plans are given.
+    """
+
+    num_slots: int
+    views: tuple[TokenArray, ...]
+
+    def measure(self, block_size: int) -> None:
+        """Bring both up to date."""
+        self.num_slots = len(self[0].blocks) * block_size
+        self.views = tuple([table.array.view() for table in self])
 
 
 class KVCacheManager:
@@ -159,7 +170,8 @@ class KVCacheManager:
 
     def admit(self, request: Request, match: Match) -> None:
         """Give `request` tables that begin with the matched blocks, shared; `grow` extends them."""
-        self._tables[request.request_id] = _Tables(_Table(blocks) for blocks in match.blocks)
+        tables = self._tables[request.request_id] = _Tables(_Table(blocks) for blocks in match.blocks)
+        tables.measure(self.block_size)
         for blocks in match.blocks:
             self.pool.share(blocks)
 
@@ -173,19 +185,18 @@ class KVCacheManager:
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Extend the request's tables to hold `num_tokens` tokens, or refuse where too few blocks are free."""
         tables = self._tables[request.request_id]
-        num_blocks = num_blocks_for(num_tokens, self.block_size)
-        num_new = num_blocks - len(tables[0].blocks)  # all groups' tables are of one length
-        if num_new <= 0:
+        if num_tokens <= tables.num_slots:
             return True
         for index, group in self._windowed:
             self._skip(tables[index], num_skipped_blocks(group, request.num_processed_tokens, self.block_size))
+        num_new = num_blocks_for(num_tokens - tables.num_slots, self.block_size)
         if num_new * len(tables) > self.pool.num_free_blocks:
             return False
         for table in tables:
             blocks = self.pool.take(num_new)
             self.prefix_cache.forget(blocks)
             table.extend(blocks)
-        tables.views = None
+        tables.measure(self.block_size)
         return True
 
     def _skip(self, table: _Table, num_skipped: int) -> None:
@@ -195,21 +206,17 @@ class KVCacheManager:
 
     def publish(self, request: Request, step: int) -> None:
         """Let others hit the blocks that are full once `step` has run and whose tokens are all known."""
-        if not self._enable_prefix_caching:
-            return
+        tables = self._tables[request.request_id]
         num_full = min(request.num_computed_tokens, request.num_tokens) // self.block_size
-        for group, table in enumerate(self._tables[request.request_id]):
-            first = table.num_published
-            if num_full > first:
-                self.prefix_cache.publish(request, first, table.blocks[first:num_full], step, group)
-                table.num_published = num_full
+        if num_full <= tables[0].num_published or not self._enable_prefix_caching:
+            return
+        for group, table in enumerate(tables):
+            first, table.num_published = table.num_published, num_full
+            self.prefix_cache.publish(request, first, table.blocks[first:num_full], step, group)
 
     def block_tables(self, request: Request) -> tuple[TokenArray, ...]:
-        """Return the request's tables, one read-only view a group, `[num_blocks]`; made anew only where they grew."""
-        tables = self._tables[request.request_id]
-        if tables.views is None:
-            tables.views = tuple(table.array.view() for table in tables)
-        return tables.views
+        """Return the request's tables, one read-only view a group, `[num_blocks]`."""
+        return self._tables[request.request_id].views
 
     def num_common_prefix_blocks(self, running: Sequence[Request]) -> tuple[int, ...]:
         """Return for each group how many leading blocks all of `running` share, 0 where that is not known for sure.
@@ -292,7 +299,8 @@ class KVCacheManager:
             views = self._tables[request.request_id].views
             for index, table in enumerate(self._tables[request.request_id]):
                 assert table.blocks == table.array.view().tolist(), f"{request}: table and array differ"
-                assert views is None or len(views[index]) == len(table.blocks), f"{request}: table and view differ"
+                assert views[index].base is table.array.view().base, f"{request}: the view is of an older array"
+                assert len(views[index]) == len(table.blocks), f"{request}: table and view differ"
                 assert len(table.blocks) * self.block_size >= request.num_computed_tokens, f"{request}: short table"
                 used = table.blocks[table.num_skipped :]
                 assert NULL_BLOCK not in used, f"{request}: a null block among those in use: {table.blocks}"

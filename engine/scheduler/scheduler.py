@@ -18,7 +18,6 @@ still yield tokens; nobody yields its place more than `MAX_YIELDS` times. The ph
 from __future__ import annotations
 
 from bisect import insort
-from typing import NamedTuple
 
 from engine.config import EngineConfig
 from engine.errors import Cause
@@ -30,14 +29,8 @@ from engine.scheduler.admission import MAX_YIELDS, Admission, is_protected
 from engine.scheduler.in_flight import PlannedRow, PlansInFlight
 from engine.scheduler.policy import POLICIES
 
-
-class RowResult(NamedTuple):
-    """What a step did to one request: the tokens it got, and the status it must move to if it ended."""
-
-    request: Request
-    new_token_ids: list[int]
-    status: RequestStatus | None
-    cause: Cause | None = None
+RowResult = tuple[Request, list[int], RequestStatus | None, Cause | None]
+"""What a step did to one request: the tokens it got, the status it must move to if it ended, and why if it failed."""
 
 
 class _Step:
@@ -48,6 +41,7 @@ class _Step:
         self.budget = budget
         self.now = now
         self.rows: list[PlannedRow] = []
+        self.grammar_rows: list[int] = []
         self.has_preempted = False
 
 
@@ -90,9 +84,7 @@ class Scheduler:
             finished_request_ids=finished_request_ids,
             preempted_request_ids=tuple(self._preempted_ids),
             num_tokens=self._config.max_num_batched_tokens - step.budget,
-            grammar_rows=tuple(
-                [i for i, (request, row, _) in enumerate(step.rows) if row.samples and request.grammar is not None]
-            ),
+            grammar_rows=tuple(step.grammar_rows),
             num_common_prefix_blocks=self._kv_cache.num_common_prefix_blocks(self.running),
         )
         self._preempted_ids.clear()
@@ -106,7 +98,8 @@ class Scheduler:
             num_new = self._num_new_tokens(request, request.num_computed_tokens, step.budget)
             if num_new == 0:
                 continue
-            if not self._make_room(request, request.num_computed_tokens + num_new, step):
+            num_tokens = request.num_computed_tokens + num_new
+            if not self._kv_cache.grow(request, num_tokens) and not self._make_room(request, num_tokens, step):
                 return
             self._add_row(request, num_new, step)
 
@@ -142,16 +135,16 @@ class Scheduler:
         return num_new
 
     def _make_room(self, request: Request, num_tokens: int, step: _Step) -> bool:
-        """Grow the tables of `request`, preempting from the end of the running list; False if it must wait."""
-        while not self._kv_cache.grow(request, num_tokens):
-            if self._kv_cache.has_held_blocks:
-                return False  # a commit will give blocks back; preempting more would not do so sooner
+        """Preempt from the end of the running list until the tables of `request` can grow; False if it must wait."""
+        while not self._kv_cache.has_held_blocks:  # a commit would give blocks back, as soon as preempting more
             victim = self.running[-1]
             self._yield_place(victim, step.now)
             step.has_preempted = True
             if victim is request:
                 return False
-        return True
+            if self._kv_cache.grow(request, num_tokens):
+                return True
+        return False
 
     def _start_running(self, request: Request, num_cached_tokens: int, now: float) -> None:
         request.move_to(RequestStatus.RUNNING)
@@ -182,6 +175,8 @@ class Scheduler:
         request.last_step = step.number
         self._kv_cache.publish(request, step.number)
         step.budget -= num_new
+        if samples and request.grammar is not None:
+            step.grammar_rows.append(len(step.rows))
         step.rows.append((request, row, request.generation))
 
     # Taking in a result
@@ -199,7 +194,7 @@ class Scheduler:
                 f"is not that of step {plan.step} with {len(plan.requests)} rows"
             )
         results = [
-            self._take_in(request, row, token_ids, output.failed.get(request.request_id))
+            self._take_in(request, row, token_ids, output.failed)
             for (request, row, generation), token_ids in zip(rows, output.sampled_token_ids, strict=True)
             if generation == request.generation
         ]
@@ -207,18 +202,16 @@ class Scheduler:
         return results
 
     def _take_in(
-        self, request: Request, row: ScheduledRequest, token_ids: list[int], failure: Cause | None
+        self, request: Request, row: ScheduledRequest, token_ids: list[int], failed: dict[RequestId, Cause]
     ) -> RowResult:
         request.num_placeholders -= row.samples
         if request.status is RequestStatus.RUNNING:
             request.num_processed_tokens = row.start + row.num_tokens
-        if failure is not None:
+        if failed and request.request_id in failed:
             self._kv_cache.forget(request)
-            return RowResult(request, [], RequestStatus.FINISHED_ERROR, failure)
-        if not token_ids:
-            return RowResult(request, token_ids, None)
+            return request, [], RequestStatus.FINISHED_ERROR, failed[request.request_id]
         new_token_ids, status = append_sampled(request, token_ids)
-        return RowResult(request, new_token_ids, status)
+        return request, new_token_ids, status, None
 
     def rewind(self, plan: SchedulerOutput, now: float) -> None:
         """Undo `plan`, the oldest in flight, and with it all later ones, which build on it.
