@@ -351,7 +351,7 @@ class EngineCore:
         Raises:
             AssertionError: Something leaked, is owned twice, or is counted wrongly.
         """
-        queued = [*self._scheduler.running, *self._scheduler.waiting, *self._blocked.values()]
+        queued = [*self._scheduler.running, *self._scheduler.waiting.unordered(), *self._blocked.values()]
         assert all(request.status in _BLOCKED for request in self._blocked.values()), self._blocked
         by_id = {request.request_id: request for request in queued}
         assert len(by_id) == len(queued), "a request is queued twice"

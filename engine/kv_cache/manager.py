@@ -17,7 +17,7 @@ given back as soon as no uncommitted step can read them, and the table has null 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.match import Match, longest_match
@@ -322,23 +322,26 @@ class KVCacheManager:
         Raises:
             AssertionError: Something leaked, or is owned twice.
         """
-        assert self._tables.keys() == {request.request_id for request in running}, "tables are not those of who runs"
-        num_promised = sum(tables.num_promised for tables in self._tables.values())
+        tables_of = self._tables
+        assert tables_of.keys() == {request.request_id for request in running}, "tables are not those of who runs"
+        num_promised = sum([tables.num_promised for tables in tables_of.values()])
         assert self._num_promised == num_promised, f"{self._num_promised} blocks are promised, not {num_promised}"
         self.prefix_cache.check_invariants()
         self.pool.check_invariants(self._references(), self.prefix_cache.holds)
         for request in running:
-            views = self._tables[request.request_id].views
-            for index, table in enumerate(self._tables[request.request_id]):
-                assert table.blocks == table.array.view().tolist(), f"{request}: table and array differ"
-                assert views[index].base is table.array.view().base, f"{request}: the view is of an older array"
-                assert len(views[index]) == len(table.blocks), f"{request}: table and view differ"
-                assert len(table.blocks) * self.block_size >= request.num_computed_tokens, f"{request}: short table"
-                used = table.blocks[table.num_skipped :]
-                assert NULL_BLOCK not in used, f"{request}: a null block among those in use: {table.blocks}"
+            tables = tables_of[request.request_id]
+            assert tables.num_slots >= request.num_computed_tokens, f"{request}: tables are too short"
+            for table, view in zip(tables, tables.views, strict=True):
+                assert len(table.blocks) * self.block_size == tables.num_slots, f"{request}: tables differ in length"
+                assert table.blocks == view.tolist(), f"{request}: table and view differ"
+                num_null = table.blocks.count(BlockId(NULL_BLOCK))
+                assert num_null == table.num_skipped, f"{request}: a null block among those in use: {table.blocks}"
 
-    def _references(self) -> Iterator[BlockId]:
-        held = (tables for requests in self._held.values() for tables in requests.values())
-        for tables in [*self._tables.values(), *held]:
-            for table in tables:
-                yield from table.blocks[table.num_skipped :]
+    def _references(self) -> list[BlockId]:
+        held = [tables for requests in self._held.values() for tables in requests.values()]
+        return [
+            block
+            for tables in (*self._tables.values(), *held)
+            for table in tables
+            for block in table.blocks[table.num_skipped :]
+        ]

@@ -296,13 +296,14 @@ class Scheduler:
         assert ranks == sorted(ranks), f"running is out of order: {self.running}"
         assert len(self.running) <= self._config.max_num_seqs, f"{len(self.running)} requests run"
         assert len(self.in_flight) <= self._capacity.max_concurrent_plans
-        placeholders = dict.fromkeys([*self.running, *self.waiting], 0)
+        waiting = self.waiting.unordered()
+        assert all(request.status is RequestStatus.RUNNING for request in self.running), self.running
+        assert not any(request.status is RequestStatus.RUNNING for request in waiting), waiting
+        assert not any(request.num_computed_tokens for request in waiting), f"who waits has computed: {waiting}"
+        placeholders = dict.fromkeys([*self.running, *waiting], 0)
         for request, row, _ in self.in_flight.wanted():
             placeholders[request] += row.samples
         for request, num_placeholders in placeholders.items():
-            runs = request.status is RequestStatus.RUNNING
-            assert runs == (request not in self.waiting), f"{request}: its queue is not that of its status"
-            assert runs or request.num_computed_tokens == 0, f"{request} waits and has computed tokens"
             assert request.num_placeholders == num_placeholders, f"{request}: placeholders are not in flight"
             num_total = request.num_tokens + num_placeholders
             assert request.num_processed_tokens <= request.num_computed_tokens <= num_total, f"{request}: counts"
