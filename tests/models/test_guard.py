@@ -105,6 +105,39 @@ def test_heads_of_different_sizes_take_the_largest(draw_model: Any) -> None:
     assert inspected(draw_model("deepseek_v3")).head_dim == 12
 
 
+def shifted(model: Any, starts_anew: bool) -> Any:
+    """Add to each row of a gpt2 half of the one before: a state beside attention, which flat rows run together.
+
+    With `starts_anew` the state is empty at position 0, so that only what a chunk leaves behind is missing.
+    """
+    positions: list[torch.Tensor] = []
+
+    def shift(module: Any, arguments: Any, output: torch.Tensor) -> torch.Tensor:
+        before = torch.nn.functional.pad(output, (0, 0, 1, 0))[:, :-1]
+        if starts_anew:
+            before = before * (positions[-1].view(1, -1, 1) > 0)
+        return output + before / 2
+
+    model.transformer.wpe.register_forward_pre_hook(lambda module, arguments: positions.append(arguments[0]))
+    model.transformer.drop.register_forward_hook(shift)
+    return model
+
+
+@pytest.mark.parametrize(("starts_anew", "check"), [(False, "two sequences"), (True, "chunks")])
+def test_a_state_beside_attention_is_found_whatever_config_json_says(
+    draw_model: Any, starts_anew: bool, check: str
+) -> None:
+    with pytest.raises(UnsupportedModel, match=f"check '{check}' failed"):
+        inspected(shifted(draw_model("gpt2"), starts_anew))
+
+
+def test_one_unlucky_draw_is_no_fault(draw_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when a router, by rounding, takes another expert for one prompt."""
+    verdicts = iter([False, True, True, True, True])
+    monkeypatch.setattr("engine.models.guard._Draw.equal", lambda draw, logits, expected: next(verdicts, True))
+    inspected(draw_model("gpt2"))
+
+
 def test_windows_longer_than_any_probe_are_found_wrong_on_a_short_prompt(draw_model: Any) -> None:
     model = draw_model("phimoe", sliding_window=100)
     with pytest.raises(UnsupportedModel, match="check 'eager' failed"):
