@@ -64,11 +64,11 @@ class Settings(Drawn):
 class Add(Operation):
     """Add a request: `length` prompt tokens, the first `fork` of them (0: all) shared by all of the same `prefix`."""
 
-    weight: ClassVar[int] = 14
+    weight: ClassVar[int] = 11
     prefix: int = choose(0, 1, 2)
     length: int = choose(*range(1, 41))
     fork: int = choose(0, 0, 0, 2, 5, 9)
-    max_tokens: int | None = choose(1, 2, 3, 5, 8, 13, None)
+    max_tokens: int | None = choose(1, 2, 3, 5, 8, 13, 21, None)
     min_tokens: int = choose(0, 0, 2, 6)
     stops: bool = choose(False, True)
     salt: int = choose(0, 0, 0, 1)
@@ -125,7 +125,7 @@ class Plan(Operation):
     """Make a plan, if one may be in flight; its step fails or not."""
 
     weight: ClassVar[int] = 40
-    fails: bool = choose(*[False] * 24, True)
+    fails: bool = choose(*[False] * 14, True)
 
     def event(self, simulation: Simulation) -> str | None:
         """Return that a plan is made, unless as many as may be are in flight."""

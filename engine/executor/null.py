@@ -51,6 +51,7 @@ Windows = tuple[int | None, int | None]
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
+_ONE = np.uint64(1)
 _Numbers = npt.NDArray[np.uint64]
 _Slots = npt.NDArray[np.int64]
 
@@ -87,9 +88,15 @@ class NullModelRunner:
             num_tokens * self._spec.token_size_bytes,
             self._max_concurrent_plans,
         )
-        self._pages = np.zeros((num_page_tensors(groups), num_blocks * config.block_size), dtype=np.uint64)
-        self._groups = {layer: index for index, group in enumerate(groups) for layer in group.layers}
-        self._page_tensors = {layer: index for group in groups for index, layer in enumerate(group.layers)}
+        num_slots = num_blocks * config.block_size
+        tensors = [np.zeros(num_slots, dtype=np.uint64) for _ in range(num_page_tensors(groups))]
+        places = {
+            layer: (index, tensors[tensor])
+            for index, group in enumerate(groups)
+            for tensor, layer in enumerate(group.layers)
+        }
+        self._groups = [places[layer][0] for layer in sorted(places)]
+        self._pages = [places[layer][1] for layer in sorted(places)]
         progress("kv_pages", 1, 1)
         self._factors = _position_factors(max_model_len)
         self._offsets = np.arange(config.block_size)
@@ -114,15 +121,12 @@ class NullModelRunner:
             time.sleep(self._config.null_step_ms / 1000)  # the simulated device, on the executor's own thread
         for request_id in plan.finished_request_ids:
             self._sampled.pop(request_id, None)
-        slots = [self._slots(row) for row in plan.requests]
-        for row, (slots_0, _) in zip(plan.requests, slots, strict=True):
-            self._write(0, row, slots_0, self._inputs(row).astype(np.uint64) + np.uint64(1))
-        for row, (slots_0, slots_1) in zip(plan.requests, slots, strict=True):
-            self._write(1, row, slots_1, self._attend(0, row.start, slots_0))
-        sampled = [
-            [self._sample(row, slots_1)] if row.samples else []
-            for row, (_, slots_1) in zip(plan.requests, slots, strict=True)
-        ]
+        rows = [(row, self._slots(row)) for row in plan.requests]
+        for row, (slots_0, _) in rows:
+            self._pages[0][slots_0[row.start :]] = self._inputs(row).astype(np.uint64) + _ONE
+        for row, (slots_0, slots_1) in rows:
+            self._pages[1][slots_1[row.start :]] = self._attend(0, row.start, slots_0)
+        sampled = [[self._sample(row, slots_1)] if row.samples else [] for row, (_, slots_1) in rows]
         self._results.append(ModelRunnerOutput(step=plan.step, sampled_token_ids=sampled))
 
     def sample(self, grammar_masks: GrammarMasks | None = None) -> ModelRunnerOutput:
@@ -142,40 +146,41 @@ class NullModelRunner:
     def _inputs(self, row: ScheduledRequest) -> TokenArray:
         """Return this step's token ids, `[num_tokens]`, the late ones as sampled by uncommitted steps."""
         end = row.start + row.num_tokens
-        sampled = self._sampled.get(row.request_id, {})
-        for position in [position for position in sampled if position < len(row.tokens)]:
-            del sampled[position]
+        known = row.tokens[row.start : end - row.num_late]
+        if not row.num_late:
+            return known
+        sampled = self._sampled[row.request_id]
         late = [sampled[position] for position in range(end - row.num_late, end)]
-        return np.concatenate([row.tokens[row.start : end - row.num_late], np.array(late, dtype=np.int32)])
+        return np.concatenate([known, np.array(late, dtype=np.int32)])
 
-    def _slots(self, row: ScheduledRequest) -> list[_Slots]:
+    def _slots(self, row: ScheduledRequest) -> tuple[_Slots, _Slots]:
         """Return for each layer where its block table puts the K/V of every position so far, `[end]` each."""
         end = row.start + row.num_tokens
         num_blocks = num_blocks_for(end, self._config.block_size)
         tables = [
-            (table[:num_blocks, None] * self._config.block_size + self._offsets).reshape(-1)[:end]
+            (table[:num_blocks, None] * self._config.block_size + self._offsets).ravel()[:end]
             for table in row.block_tables
         ]
-        return [tables[self._groups[layer]] for layer in range(len(self.windows))]
-
-    def _write(self, layer: int, row: ScheduledRequest, slots: _Slots, numbers: _Numbers) -> None:
-        """Put this step's K/V, `[num_tokens]`, into their slots."""
-        self._pages[self._page_tensors[layer], slots[row.start :]] = numbers
+        return tables[self._groups[0]], tables[self._groups[1]]
 
     def _attend(self, layer: int, start: int, slots: _Slots) -> _Numbers:
         """Read all K/V in `slots`; return the weighted sum over the window of each position from `start` on."""
         window = self.windows[layer]
-        sums = np.cumsum(self._pages[self._page_tensors[layer], slots] * self._factors[: len(slots)])
+        sums: _Numbers = (self._pages[layer][slots] * self._factors[: len(slots)]).cumsum()
+        if window is None or window >= len(slots):
+            return sums[start:]
         seen = sums[start:].copy()
-        if window is not None and window < len(slots):
-            first = max(start, window)  # what lies before the window, whatever it is, is in both sums
-            seen[first - start :] -= sums[first - window : len(slots) - window]
+        first = max(start, window)  # what lies before the window, whatever it is, is in both sums
+        seen[first - start :] -= sums[first - window : len(slots) - window]
         return seen
 
     def _sample(self, row: ScheduledRequest, slots: _Slots) -> int:
         """Draw the token at position `start + num_tokens`, and remember it, for a later plan may need it late."""
         token_id = _draw(int(self._attend(1, len(slots) - 1, slots)[0]), row.sampling_params)
-        self._sampled.setdefault(row.request_id, {})[len(slots)] = token_id
+        sampled = self._sampled.setdefault(row.request_id, {})
+        for position in [position for position in sampled if position < len(row.tokens)]:
+            del sampled[position]  # committed since, and so among the tokens of any later plan
+        sampled[len(slots)] = token_id
         return token_id
 
 
