@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fuzz.faults import assert_found
-from fuzz.scheduler import Abort, Add, Plan, Settings, Simulation
+from fuzz.scheduler import Add, Finish, Plan, Settings, Simulation
 
 
 def test_the_fault_blocks_are_freed_while_a_plan_names_them_is_found() -> None:
@@ -11,8 +11,8 @@ def test_the_fault_blocks_are_freed_while_a_plan_names_them_is_found() -> None:
     operations = [
         Add(max_tokens=2),
         Plan(),
-        Add(),
         Plan(),
-        Abort(),
+        Finish(culprit=0),
+        Add(),
     ]
     assert_found("blocks are freed while a plan names them", Simulation, settings, operations)
