@@ -158,9 +158,11 @@ class Simulation:
         assert match.num_tokens < request.num_tokens
         num_tokens = min(match.num_tokens + operation.chunk, request.num_tokens)
         num_free = self.manager.pool.num_free_blocks
-        if not self.manager.admit(request, match, num_tokens):
+        if not self.manager.has_room(request, match):
             assert self.manager.pool.num_free_blocks == num_free, "a refusal took blocks"
             return
+        self.manager.admit(request, match)
+        assert self.manager.grow(request, num_tokens), "there was room, and yet the first tokens found none"
         request.num_computed_tokens = match.num_tokens
         self.running.append(request)
         self._run_step(request, num_tokens)
