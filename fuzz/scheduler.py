@@ -14,6 +14,7 @@ with tiny pools and up to four plans in flight. The core's invariants are checke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -285,9 +286,7 @@ class Simulation:
             self._told += plan.finished_request_ids
             victims = plan.preempted_request_ids[self._num_untold :]
             if victims:
-                served = [row.request_id for row in plan.requests]
-                arrivals = {name: (self.driver.requests[name], self._arrivals[name]) for name in (*served, *victims)}
-                check_victims(self.settings.scheduling_policy, arrivals, victims, served)
+                self._check_victims(victims, [row.request_id for row in plan.requests])
             self._num_told += len(plan.preempted_request_ids)
             self._num_untold = 0
         else:
@@ -304,9 +303,10 @@ class Simulation:
         guilty = [rows[culprit % len(rows)].request_id] if culprit is not None and rows else []
         if launched.fails:
             self.driver.finish_step(blamed=guilty or None)
-            self.count_untold()
         else:
             self._commit(launched, guilty, num_more if len(self.driver.plans) == 1 else 0)
+        if launched.fails:  # now, if not before: a late step may find that what it needs has failed
+            self.count_untold()
         self.num_steps += 1
         self._check_publication()
 
@@ -342,6 +342,15 @@ class Simulation:
             for request in self.driver.live_requests
             if num_known.get(request.request_id) == request.num_tokens
         }
+
+    def _check_victims(self, victims: Sequence[RequestId], served: Sequence[RequestId]) -> None:
+        num_yields = {request.request_id: request.num_yields for request in self.driver.live_requests}
+        unmoved = {  # whoever has yielded before has another place
+            name: (self.driver.requests[name], self._arrivals[name])
+            for name in (*victims, *served)
+            if num_yields[name] == (name in victims)
+        }
+        check_victims(self.settings.scheduling_policy, unmoved, victims, served)
 
     def _check_publication(self) -> None:
         """Check that rewound requests can be hit as far as they are computed, unless somebody's row failed alone.

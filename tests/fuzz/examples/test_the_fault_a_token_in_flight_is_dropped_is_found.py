@@ -1,4 +1,4 @@
-"""With a token in flight is dropped: AssertionError: r1 did not get the token that its row sampled."""
+"""With a token in flight is dropped: AssertionError: r0 did not get the token that its row sampled."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from fuzz.scheduler import Add, Plan, Settings, Simulation
 
 
 def test_the_fault_a_token_in_flight_is_dropped_is_found() -> None:
-    settings = Settings(max_model_len=3, max_num_seqs=2, max_concurrent_plans=2)
+    settings = Settings(max_model_len=3, max_concurrent_plans=2)
     operations = [
-        Add(),
-        Plan(),
         Add(max_tokens=2),
+        Plan(),
     ]
     assert_found("a token in flight is dropped", Simulation, settings, operations)

@@ -1,4 +1,4 @@
-"""With late tokens of the preempted are dropped: AssertionError: r1 did not get the token that its row sampled."""
+"""With late tokens of the preempted are dropped: AssertionError: r0 did not get the token that its row sampled."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from fuzz.scheduler import Add, Plan, Settings, Simulation
 
 
 def test_the_fault_late_tokens_of_the_preempted_are_dropped_is_found() -> None:
-    settings = Settings(max_model_len=3, max_num_seqs=2, max_concurrent_plans=2)
+    settings = Settings(scheduling_policy="priority", max_concurrent_plans=2)
     operations = [
-        Add(max_tokens=2),
+        Add(priority=1),
         Plan(),
-        Add(max_tokens=2),
+        Add(),
     ]
     assert_found("late tokens of the preempted are dropped", Simulation, settings, operations)
