@@ -19,11 +19,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.config import EngineConfig
+from engine.errors import Cause
 from engine.executor.base import Progress
 from engine.kv_cache.spec import KVCacheSpec, choose_num_kv_blocks, num_blocks_for, num_page_tensors
 from engine.model_runner.memory import available_memory_bytes
@@ -37,6 +39,7 @@ from engine.outputs import (
     TokenArray,
 )
 from engine.sampling_params import SamplingParams
+from engine.structured_output.grammar import Grammar, new_bitmasks
 
 VOCAB_SIZE = 256
 """A token is a byte."""
@@ -56,6 +59,14 @@ _Numbers = npt.NDArray[np.uint64]
 _Slots = npt.NDArray[np.int64]
 
 
+class _Executed(NamedTuple):
+    """A plan whose forward has run, for each row the state that gives its token, and the result if it is sampled."""
+
+    plan: SchedulerOutput
+    states: list[int]
+    output: ModelRunnerOutput | None
+
+
 class NullModelRunner:
     """Runs plans on the integer model; the same seam as `engine.model_runner.ModelRunner`."""
 
@@ -65,7 +76,7 @@ class NullModelRunner:
         self.windows = windows
         self._spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=1, item_size_bytes=4, windows=windows)
         self._max_concurrent_plans = max_concurrent_plans
-        self._results: deque[ModelRunnerOutput] = deque()
+        self._executed: deque[_Executed] = deque()
         self._sampled: dict[RequestId, dict[int, int]] = {}
 
     def start(self, progress: Progress) -> Capacity:
@@ -115,7 +126,7 @@ class NullModelRunner:
         """Run one step: drop what ended, then layer by layer write all rows' K/V before any is read.
 
         Plans come in order. Without grammar rows sampling follows at once, so that a later plan's late tokens are
-        known when its turn comes.
+        known when its turn comes; no row is late whose request has a grammar.
         """
         if plan.requests and self._config.null_step_ms:
             time.sleep(self._config.null_step_ms / 1000)  # the simulated device, on the executor's own thread
@@ -126,12 +137,44 @@ class NullModelRunner:
             self._pages[0][slots_0[row.start :]] = self._inputs(row).astype(np.uint64) + _ONE
         for row, (slots_0, slots_1) in rows:
             self._pages[1][slots_1[row.start :]] = self._attend(0, row.start, slots_0)
-        sampled = [[self._sample(row, slots_1)] if row.samples else [] for row, (_, slots_1) in rows]
-        self._results.append(ModelRunnerOutput(step=plan.step, sampled_token_ids=sampled))
+        states = [
+            int(self._attend(1, len(slots_1) - 1, slots_1)[0]) if row.samples else 0 for row, (_, slots_1) in rows
+        ]
+        output = None if plan.grammar_rows else self._draw(plan, states, {})
+        self._executed.append(_Executed(plan, states, output))
 
     def sample(self, grammar_masks: GrammarMasks | None = None) -> ModelRunnerOutput:
-        """Return the result of the oldest executed plan not yet sampled; no plan has grammar rows, so no masks."""
-        return self._results.popleft()
+        """Return the result of the oldest executed plan not yet sampled.
+
+        Args:
+            grammar_masks: For the plan's `grammar_rows`, in that order; a row whose mask allows nothing fails alone.
+        """
+        plan, states, output = self._executed.popleft()
+        if output is not None:
+            return output
+        masks = () if grammar_masks is None else grammar_masks
+        return self._draw(plan, states, dict(zip(plan.grammar_rows, map(allowed_tokens, masks), strict=True)))
+
+    def _draw(self, plan: SchedulerOutput, states: list[int], allowed: dict[int, list[int]]) -> ModelRunnerOutput:
+        """Draw each sampling row's token, one of those `allowed` where that says so, and remember it.
+
+        A later plan may need it late.
+        """
+        failed: dict[RequestId, Cause] = {}
+        token_ids: list[list[int]] = [[] for _ in plan.requests]
+        for index, (row, state) in enumerate(zip(plan.requests, states, strict=True)):
+            if not row.samples:
+                continue
+            if allowed.get(index) == []:
+                failed[row.request_id] = Cause("NothingAllowed", "the grammar's mask allows no token")
+                continue
+            token_id = _draw(state, row.sampling_params, allowed.get(index))
+            token_ids[index].append(token_id)
+            sampled = self._sampled.setdefault(row.request_id, {})
+            for position in [position for position in sampled if position < len(row.tokens)]:
+                del sampled[position]  # committed since, and so among the tokens of any later plan
+            sampled[row.start + row.num_tokens] = token_id
+        return ModelRunnerOutput(step=plan.step, sampled_token_ids=token_ids, failed=failed)
 
     def _default_max_model_len(self) -> int:
         """Return the context that the pages asked for can hold, for this model's own is boundless."""
@@ -174,30 +217,31 @@ class NullModelRunner:
         seen[first - start :] -= sums[first - window : len(slots) - window]
         return seen
 
-    def _sample(self, row: ScheduledRequest, slots: _Slots) -> int:
-        """Draw the token at position `start + num_tokens`, and remember it, for a later plan may need it late."""
-        token_id = _draw(int(self._attend(1, len(slots) - 1, slots)[0]), row.sampling_params)
-        sampled = self._sampled.setdefault(row.request_id, {})
-        for position in [position for position in sampled if position < len(row.tokens)]:
-            del sampled[position]  # committed since, and so among the tokens of any later plan
-        sampled[len(slots)] = token_id
-        return token_id
-
 
 def expected_tokens(
-    prompt_token_ids: Sequence[int], params: SamplingParams, num_tokens: int, windows: Windows = (None, None)
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    num_tokens: int,
+    windows: Windows = (None, None),
+    grammar: Grammar | None = None,
 ) -> list[int]:
     """Return the first `num_tokens` tokens the integer model gives `prompt_token_ids`, by definition, without pages.
 
     Ends (EOS, stop tokens) are not applied.
     """
-    return list(islice(continuation(prompt_token_ids, params, windows), num_tokens))
+    return list(islice(continuation(prompt_token_ids, params, windows, grammar), num_tokens))
 
 
 def continuation(
-    prompt_token_ids: Sequence[int], params: SamplingParams, windows: Windows = (None, None)
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    windows: Windows = (None, None),
+    grammar: Grammar | None = None,
 ) -> Iterator[int]:
-    """Yield the tokens the integer model gives `prompt_token_ids`, without end; O(1) each, after O(prompt)."""
+    """Yield the tokens the integer model gives `prompt_token_ids`, until `grammar`, which is advanced, allows none.
+
+    O(1) each, after O(prompt).
+    """
     terms: tuple[list[int], list[int]] = ([], [])  # for each layer its numbers times their factors
     states = [0, 0]  # for each layer their sum over the window of the last position
 
@@ -213,16 +257,33 @@ def continuation(
     for token_id in prompt_token_ids:
         read(token_id)
     while True:
-        token_id = _draw(states[1], params)
+        allowed = None
+        if grammar is not None:
+            mask = new_bitmasks(1, VOCAB_SIZE)[0]
+            grammar.fill_bitmask(mask)
+            allowed = allowed_tokens(mask)
+        if allowed == []:
+            return
+        token_id = _draw(states[1], params, allowed)
         yield token_id
         read(token_id)
+        if grammar is not None:
+            grammar.accept_tokens([token_id])
 
 
-def _draw(state: int, params: SamplingParams) -> int:
-    """Return the token of a state that stands for the logits: a function of (logits, params, seed, position)."""
+def _draw(state: int, params: SamplingParams, allowed: Sequence[int] | None = None) -> int:
+    """Return the token of a state that stands for the logits: a function of (logits, params, seed, position, mask)."""
     if not params.is_greedy:
         state ^= _mix((params.seed or 0) & _MASK)
+    if allowed is not None:
+        return allowed[_mix(state) % len(allowed)]
     return FIRST_SAMPLED + _mix(state) % NUM_SAMPLED
+
+
+def allowed_tokens(mask: GrammarMasks) -> list[int]:
+    """Return the token ids that `mask`, packed bits `[ceil(vocab_size / 32)]`, allows."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
+    return [int(token_id) for token_id in np.flatnonzero(bits)]
 
 
 def _mix(value: int) -> int:
