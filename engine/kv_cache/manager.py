@@ -211,7 +211,8 @@ class KVCacheManager:
         if num_full <= tables[0].num_published or not self._enable_prefix_caching:
             return
         for group, table in enumerate(tables):
-            first, table.num_published = table.num_published, num_full
+            first = max(table.num_published, table.num_skipped)  # late tokens can be behind a short window when known
+            table.num_published = num_full
             self.prefix_cache.publish(request, first, table.blocks[first:num_full], step, group)
 
     def block_tables(self, request: Request) -> tuple[TokenArray, ...]:
