@@ -212,7 +212,7 @@ class EngineCore:
         self._step = plan.step
         for result in results:
             request, token_ids, status, _ = result
-            if status is not None or request.grammar is not None:
+            if status is not None or (token_ids and request.grammar is not None):
                 self._conclude(result)
             elif token_ids:
                 self._emit(request, token_ids)
