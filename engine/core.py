@@ -112,7 +112,7 @@ class EngineCore:
         if refusal is not None:
             self._finish(taken, RequestStatus.FINISHED_ERROR, cause=refusal)
             return
-        if request.extras:
+        if request.extras and request.extras["session"]:
             taken.session = deque()
         taken.events.append(EngineCoreEvent("queued", now))
         if self.config.queue_timeout is not None:
@@ -385,6 +385,7 @@ class EngineCore:
         request.move_to(RequestStatus.WAITING_FOR_STREAMING_REQ)
         self._blocked[request.request_id] = request
         self._emit(request, new_token_ids, turn_reason=status.finish_reason)
+        request.stop_reason = None
         if request.session:
             self._begin_turn(request)
 
