@@ -78,7 +78,7 @@ class EngineCore:
             max_in_flight=capacity.max_concurrent_plans * config.max_num_batched_tokens,
             records_events=records_events,
         )
-        self._limits = Limits(capacity, self._kv_cache.max_blocks)
+        self._limits = Limits(config, capacity, self._kv_cache.max_blocks)
         self._scheduler = Scheduler(config, capacity, self._kv_cache)
         self._requests: dict[RequestId, Request] = {}
         self._blocked: dict[RequestId, Request] = {}
@@ -103,7 +103,7 @@ class EngineCore:
             raise ValueError(f"request id {request.request_id!r} is in use: ids are unique for the engine's life")
         self._now = now
         self._num_arrivals += 1
-        refusal = self._limits.refusal(request)
+        refusal = self._limits.refusal(request, len(self._requests))
         if refusal is not None:
             request = msgspec.structs.replace(request, prompt_token_ids=[])
         taken = Request(request, self._num_arrivals, self.capacity.max_model_len)
@@ -351,7 +351,7 @@ class EngineCore:
         Raises:
             AssertionError: Something leaked, is owned twice, or is counted wrongly.
         """
-        queued = [*self._scheduler.running, *self._scheduler.waiting, *self._blocked.values()]
+        queued = [*self._scheduler.running, *self._scheduler.waiting.unordered(), *self._blocked.values()]
         assert all(request.status in _BLOCKED for request in self._blocked.values()), self._blocked
         by_id = {request.request_id: request for request in queued}
         assert len(by_id) == len(queued), "a request is queued twice"

@@ -39,13 +39,21 @@ def suited(config: EngineConfig, capacity: Capacity) -> EngineConfig:
 class Limits:
     """Refuses requests that could wait for ever."""
 
-    def __init__(self, capacity: Capacity, max_blocks: Callable[[int], int]) -> None:
-        """Hold requests against `capacity`; `max_blocks` gives the most KV blocks that so many tokens ever take."""
+    def __init__(self, config: EngineConfig, capacity: Capacity, max_blocks: Callable[[int], int]) -> None:
+        """Hold requests against these; `max_blocks` gives the most KV blocks that so many tokens ever take."""
+        self._config = config
         self._capacity = capacity
         self._max_blocks = max_blocks
 
-    def refusal(self, request: EngineCoreRequest) -> Cause | None:
-        """Say why `request` can never run here, with the numbers, or None if it can."""
+    def refusal(self, request: EngineCoreRequest, num_live: int) -> Cause | None:
+        """Say why `request` cannot be taken beside `num_live` others, with the numbers, or None if it can.
+
+        A client counts its live requests and never comes that far; the bound holds whoever asks.
+        """
+        config = self._config
+        if num_live >= config.max_num_seqs + config.max_num_waiting:
+            message = f"{num_live} requests run or wait, as many as --max-num-seqs {config.max_num_seqs} and "
+            return Cause("QueueFull", f"{message}--max-num-waiting {config.max_num_waiting} allow: try later")
         if request.extras and request.extras.keys() != {"session"}:
             return Cause("InvalidRequest", f"extras {sorted(request.extras)} are not supported by this version")
         if request.sampling_params.n != 1:

@@ -64,7 +64,7 @@ class Decoding:
             max_num_batched_tokens=max(num_running, 512),
             max_num_waiting=num_waiting + num_running,
             num_gpu_blocks_override=num_blocks,
-            max_model_len=BLOCK_SIZE * 16,
+            max_model_len=BLOCK_SIZE * min(16, num_blocks // num_running),
             block_size=BLOCK_SIZE,
         )
         self.runner = NullModelRunner(config)

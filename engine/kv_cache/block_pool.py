@@ -18,7 +18,6 @@ which is never handed out, is where the ring closes. Where a table has null bloc
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from engine.kv_cache.spec import NULL_BLOCK
@@ -121,14 +120,16 @@ class BlockPool:
         Raises:
             AssertionError: Counts, queue or order are not what they must be.
         """
-        expected = Counter(referenced)
-        actual = {i: count for i, count in enumerate(self._num_references) if count}
-        assert actual == expected, f"references {actual} are not those of tables and plans {dict(expected)}"
-        assert NULL_BLOCK not in actual, "the null block is referenced"
+        expected = array("i", bytes(4 * (self.num_blocks + 1)))
+        for block in referenced:
+            expected[block] += 1
+        actual = self._num_references
+        assert actual == expected, f"references {list(actual)} are not those of tables and plans {list(expected)}"
+        assert actual[NULL_BLOCK] == 0, "the null block is referenced"
         free = list(self.free_blocks())
         assert len(free) == self.num_free_blocks, f"{self.num_free_blocks} blocks are counted free, {len(free)} are"
-        assert len(free) + len(actual) == self.num_blocks, f"{len(free)} free and {len(actual)} used: some are lost"
-        assert actual.keys().isdisjoint(free), f"free queue {free} has blocks in use {list(actual)}"
+        assert len({*free}) == actual.count(0) - 1, f"free queue {free} is not what nobody references"
+        assert not any(actual[block] for block in free), f"free queue {free} has blocks in use"
         assert self._previous[NULL_BLOCK] == (free[-1] if free else NULL_BLOCK), "the end of the free queue is lost"
         cached = [is_cached(block) for block in free]
         assert cached == sorted(cached), f"a cached block is queued before one that is not: {free}"

@@ -7,6 +7,9 @@ Who holds what::
     a plan in flight   the blocks of its rows: a request that leaves meanwhile passes its references on to the newest
                        plan with a row of it, and they are dropped when that plan is settled
 
+Who is admitted is promised the blocks for all its tokens, though it takes them chunk by chunk: nobody else is admitted
+on them. Only who runs already may grow into them.
+
 So a block that a plan names is never handed out again before the plan's end, and a block that an uncommitted step
 published always has a reference. A request has one table a group; in a group with a window the blocks behind it are
 given back as soon as no uncommitted step can read them, and the table has null blocks in their place.
@@ -14,7 +17,7 @@ given back as soon as no uncommitted step can read them, and the table has null 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.match import Match, longest_match
@@ -63,15 +66,19 @@ class _Tables(tuple[_Table, ...]):
     Attributes:
         num_slots: Tokens they have room for.
         views: What plans are given.
+        num_tokens: Tokens at admission, room for which is promised.
+        num_promised: Blocks still to be taken of those promised.
     """
 
     num_slots: int
     views: tuple[TokenArray, ...]
+    num_tokens: int
+    num_promised: int = 0
 
-    def measure(self, block_size: int) -> None:
-        """Bring both up to date."""
-        self.num_slots = len(self[0].blocks) * block_size
-        self.views = tuple([table.array.view() for table in self])
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks they hold, shared ones included."""
+        return sum([len(table.blocks) - table.num_skipped for table in self])
 
 
 class KVCacheManager:
@@ -99,6 +106,7 @@ class KVCacheManager:
         self._groups = tuple(groups)
         self._windowed = [(i, group) for i, group in enumerate(groups) if group.sliding_window is not None]
         self._max_in_flight = max_in_flight
+        self._num_promised = 0
         self._tables: dict[RequestId, _Tables] = {}
         self._held: dict[int, dict[RequestId, _Tables]] = {}
 
@@ -107,13 +115,23 @@ class KVCacheManager:
         """Whether plans in flight hold blocks that their requests gave back."""
         return bool(self._held)
 
+    @property
+    def num_available_blocks(self) -> int:
+        """Free blocks that are promised to nobody; negative while those who run have grown into what is promised."""
+        return self.pool.num_free_blocks - self._num_promised
+
     def max_blocks(self, num_tokens: int) -> int:
         """Return the most blocks that a request of `num_tokens` tokens ever holds."""
         return max_blocks_for(self._groups, num_tokens, self.block_size, self._max_in_flight)
 
     def num_blocks(self, request: Request) -> int:
         """Return how many blocks a running request holds, shared ones included."""
-        return sum(len(table.blocks) - table.num_skipped for table in self._tables[request.request_id])
+        return self._tables[request.request_id].num_blocks
+
+    def num_own_blocks(self, request: Request) -> int:
+        """Return how many blocks would be free without a running request, now or once no plan names them."""
+        tables = self._tables[request.request_id]
+        return sum(self.pool.num_references(block) == 1 for table in tables for block in table.blocks)
 
     # A request comes
 
@@ -134,14 +152,14 @@ class KVCacheManager:
         shortage = request.shortage
         if shortage is None:
             return False
-        lacks_blocks = shortage.num_blocks + num_reserved > self.pool.num_free_blocks
+        lacks_blocks = shortage.num_blocks + num_reserved > self.num_available_blocks
         lacks_tokens = max_new is not None and shortage.num_new > max_new
         if not (lacks_blocks or lacks_tokens):
             return False
         return shortage.next_hash is None or self.prefix_cache.find(shortage.next_hash) is None
 
     def has_room(self, request: Request, match: Match, num_reserved: int = 0, max_new: int | None = None) -> bool:
-        """Whether `request` can start behind `match`: all its tokens must fit in what is free now.
+        """Whether `request` can start behind `match`: all its tokens must fit in what is free.
 
         It is asked before `admit`, which takes nothing yet: who starts should be able to reach its first token. A
         refusal is remembered in `request.shortage`.
@@ -157,7 +175,7 @@ class KVCacheManager:
             if group.sliding_window is None:  # what a window holds is given back while more is taken
                 num_needed -= sum(self.pool.num_references(block) > 0 for block in blocks)
         num_new = request.num_tokens - match.num_tokens
-        has_room = num_needed + num_reserved <= self.pool.num_free_blocks and (max_new is None or num_new <= max_new)
+        has_room = num_needed + num_reserved <= self.num_available_blocks and (max_new is None or num_new <= max_new)
         request.shortage = None if has_room else Shortage(num_needed, num_new, self._next_hash(request, match))
         return has_room
 
@@ -166,14 +184,15 @@ class KVCacheManager:
         if not self.is_short(request, num_reserved, None):
             self.has_room(request, self.match(request), num_reserved)
         num_needed = 0 if request.shortage is None else request.shortage.num_blocks + num_reserved
-        return max(0, num_needed - self.pool.num_free_blocks)
+        return max(0, num_needed - self.num_available_blocks)
 
     def admit(self, request: Request, match: Match) -> None:
         """Give `request` tables that begin with the matched blocks, shared; `grow` extends them."""
         tables = self._tables[request.request_id] = _Tables(_Table(blocks) for blocks in match.blocks)
-        tables.measure(self.block_size)
+        tables.num_tokens = request.num_tokens
         for blocks in match.blocks:
             self.pool.share(blocks)
+        self._measure(tables)
 
     def _next_hash(self, request: Request, match: Match) -> bytes | None:
         index = match.num_tokens // self.block_size
@@ -196,8 +215,18 @@ class KVCacheManager:
             blocks = self.pool.take(num_new)
             self.prefix_cache.forget(blocks)
             table.extend(blocks)
-        tables.measure(self.block_size)
+        self._measure(tables)
         return True
+
+    def _measure(self, tables: _Tables) -> None:
+        """Bring what is derived from `tables` up to date: they are new, or have grown."""
+        tables.num_slots = len(tables[0].blocks) * self.block_size
+        tables.views = tuple([table.array.view() for table in tables])
+        num_left = 0
+        if tables.num_slots < tables.num_tokens:
+            num_left = max(0, self.max_blocks(tables.num_tokens) - tables.num_blocks)
+        self._num_promised += num_left - tables.num_promised
+        tables.num_promised = num_left
 
     def _skip(self, table: _Table, num_skipped: int) -> None:
         """Give back what a window has left behind; plans in flight name those blocks but do not read them."""
@@ -268,6 +297,7 @@ class KVCacheManager:
         tables = self._tables.pop(request.request_id, None)
         if tables is None:
             return
+        self._num_promised -= tables.num_promised
         if held_until is None:
             self._release(tables)
         else:
@@ -293,21 +323,26 @@ class KVCacheManager:
         Raises:
             AssertionError: Something leaked, or is owned twice.
         """
-        assert self._tables.keys() == {request.request_id for request in running}, "tables are not those of who runs"
+        tables_of = self._tables
+        assert tables_of.keys() == {request.request_id for request in running}, "tables are not those of who runs"
+        num_promised = sum([tables.num_promised for tables in tables_of.values()])
+        assert self._num_promised == num_promised, f"{self._num_promised} blocks are promised, not {num_promised}"
         self.prefix_cache.check_invariants()
         self.pool.check_invariants(self._references(), self.prefix_cache.holds)
         for request in running:
-            views = self._tables[request.request_id].views
-            for index, table in enumerate(self._tables[request.request_id]):
-                assert table.blocks == table.array.view().tolist(), f"{request}: table and array differ"
-                assert views[index].base is table.array.view().base, f"{request}: the view is of an older array"
-                assert len(views[index]) == len(table.blocks), f"{request}: table and view differ"
-                assert len(table.blocks) * self.block_size >= request.num_computed_tokens, f"{request}: short table"
-                used = table.blocks[table.num_skipped :]
-                assert NULL_BLOCK not in used, f"{request}: a null block among those in use: {table.blocks}"
+            tables = tables_of[request.request_id]
+            assert tables.num_slots >= request.num_computed_tokens, f"{request}: tables are too short"
+            for table, view in zip(tables, tables.views, strict=True):
+                assert len(table.blocks) * self.block_size == tables.num_slots, f"{request}: tables differ in length"
+                assert table.blocks == view.tolist(), f"{request}: table and view differ"
+                num_null = table.blocks.count(BlockId(NULL_BLOCK))
+                assert num_null == table.num_skipped, f"{request}: a null block among those in use: {table.blocks}"
 
-    def _references(self) -> Iterator[BlockId]:
-        held = (tables for requests in self._held.values() for tables in requests.values())
-        for tables in [*self._tables.values(), *held]:
-            for table in tables:
-                yield from table.blocks[table.num_skipped :]
+    def _references(self) -> list[BlockId]:
+        held = [tables for requests in self._held.values() for tables in requests.values()]
+        return [
+            block
+            for tables in (*self._tables.values(), *held)
+            for table in tables
+            for block in table.blocks[table.num_skipped :]
+        ]

@@ -138,15 +138,16 @@ class PrefixCache:
         Raises:
             AssertionError: They do not.
         """
-        entries = {block: key for key, block in self._block_of.items()}
+        num_entries = len(self._block_of)
+        for key, block in self._block_of.items():
+            assert self._key_of[block] == key, f"block {block} is hit under a hash that is not its own"
         for key, twins in self._twins.items():
             assert twins, "an empty list of twins is kept"
             assert key in self._block_of, f"twins {twins} of a hash that no block is hit under"
-            entries |= dict.fromkeys(twins, key)
-        keyed = {block: key for block, key in enumerate(self._key_of) if key is not None}
-        assert entries == keyed, "the map of hashes and the hashes of blocks disagree"
-        num_entries = len(self._block_of) + sum(map(len, self._twins.values()))
-        assert num_entries == len(keyed), "a block is entered twice"
+            assert all(self._key_of[block] == key for block in twins), f"one of {twins} has another hash"
+            num_entries += len({*twins} - {self._block_of[key]})
+        num_keyed = len(self._key_of) - self._key_of.count(None)
+        assert num_entries == num_keyed, f"{num_entries} entries for {num_keyed} blocks with a hash"
 
     def _stored(self, request: Request, first: int, hashes: list[bytes], group: int) -> BlockStored:
         tokens = request.tokens.view()[first * self._block_size : (first + len(hashes)) * self._block_size]

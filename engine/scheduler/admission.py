@@ -66,6 +66,7 @@ class Admission:
         self._kv_cache = kv_cache
         self._watermark = int(config.watermark * kv_cache.pool.num_blocks)
         self._passed: list[Request] = []
+        self._made_way_for: Request | None = None
 
     def next(self) -> Request | None:
         """Return the next candidate, or None where nobody else may start in this step."""
@@ -73,7 +74,10 @@ class Admission:
             return None
         if any(request.num_overtaken >= self._config.max_overtakes for request in self._passed):
             return None
-        return self.waiting.peek()
+        request = self.waiting.peek()
+        if self._made_way_for not in (None, request):
+            return None  # whoever made way must not come back in the same step
+        return request
 
     def match(self, request: Request, budget: int) -> Match | None:
         """Return the cached beginning of `request` if it can start behind it now, with `budget` tokens left to give."""
@@ -115,6 +119,7 @@ class Admission:
 
         None while blocks are still to come back, and none in vain: only if what they hold is enough.
         """
+        self._made_way_for = None
         request = self.waiting.peek()
         if request is None or self._in_flight.has_row_of(request) or self._kv_cache.has_held_blocks:
             return []
@@ -129,9 +134,12 @@ class Admission:
             return []
         chosen: list[Request] = []
         while num_missing > 0 or (lacks_place and not chosen):
+            if len(chosen) == len(victims):
+                return []  # what they hold is shared with others
             chosen.append(victims[len(chosen)])
-            num_missing -= self._kv_cache.num_blocks(chosen[-1])
+            num_missing -= self._kv_cache.num_own_blocks(chosen[-1])
         request.num_overtaken = self._config.max_overtakes
+        self._made_way_for = request
         return chosen
 
     def _fits_beside_protected(self, request: Request) -> bool:

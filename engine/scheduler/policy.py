@@ -27,8 +27,8 @@ class Fcfs:
         """Return the place of `request`, which arrives."""
         return 0, request.arrival_number
 
-    def place_again(self, request: Request) -> Place:
-        """Return the place of `request`, which has run and waits again."""
+    def place_again(self, request: Request, made_way_for: Request | None = None) -> Place:
+        """Return the place of `request`, which has run and waits again; it comes after whom it made way for."""
         return request.place
 
     def victims(self, waiting: Request, running: Sequence[Request]) -> Iterable[Request]:
@@ -82,9 +82,11 @@ class Fair(Fcfs):
         self._num_live[request.client_key] += 1
         return start, request.arrival_number
 
-    def place_again(self, request: Request) -> Place:
+    def place_again(self, request: Request, made_way_for: Request | None = None) -> Place:
         """See `Fcfs`; it is not charged again, yet a client that has been idle comes before it."""
-        return self._virtual_time, request.arrival_number
+        if made_way_for is None:
+            return self._virtual_time, request.arrival_number
+        return max(self._virtual_time, made_way_for.place[0]) + 1, request.arrival_number
 
     def victims(self, waiting: Request, running: Sequence[Request]) -> Iterable[Request]:
         """See `Fcfs`."""

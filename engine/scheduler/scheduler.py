@@ -70,8 +70,9 @@ class Scheduler:
             return None
         step = _Step(self.in_flight.last_step + 1, self._config.max_num_batched_tokens, now)
         if self.pause is None:
+            first = self.waiting.peek()
             for victim in self.admission.displaced():
-                self._yield_place(victim, now)
+                self._yield_place(victim, now, first)
         if self.pause is not PauseMode.KEEP:
             self._schedule_running(step)
         if self.pause is None and not step.has_preempted:
@@ -246,7 +247,7 @@ class Scheduler:
         """Let `request` wait to be admitted."""
         self.waiting.add(request)
 
-    def preempt(self, request: Request, now: float) -> None:
+    def preempt(self, request: Request, now: float, made_way_for: Request | None = None) -> None:
         """Take back the blocks of a running request, which then waits before those of its urgency that never ran."""
         self._stop_running(request)
         request.move_to(RequestStatus.PREEMPTED)
@@ -254,12 +255,12 @@ class Scheduler:
         self.num_preemptions += 1
         request.events.append(EngineCoreEvent("preempted", now))
         self._preempted_ids.append(request.request_id)
-        request.place = self._policy.place_again(request)
+        request.place = self._policy.place_again(request, made_way_for)
         self.waiting.add(request)
 
-    def _yield_place(self, request: Request, now: float) -> None:
+    def _yield_place(self, request: Request, now: float, made_way_for: Request | None = None) -> None:
         request.num_yields += 1
-        self.preempt(request, now)
+        self.preempt(request, now, made_way_for)
 
     def end_turn(self, request: Request) -> None:
         """Let go of a session whose turn is done, wherever it is; its rows in flight are void."""
@@ -295,13 +296,14 @@ class Scheduler:
         assert ranks == sorted(ranks), f"running is out of order: {self.running}"
         assert len(self.running) <= self._config.max_num_seqs, f"{len(self.running)} requests run"
         assert len(self.in_flight) <= self._capacity.max_concurrent_plans
-        placeholders = dict.fromkeys([*self.running, *self.waiting], 0)
+        waiting = self.waiting.unordered()
+        assert all(request.status is RequestStatus.RUNNING for request in self.running), self.running
+        assert not any(request.status is RequestStatus.RUNNING for request in waiting), waiting
+        assert not any(request.num_computed_tokens for request in waiting), f"who waits has computed: {waiting}"
+        placeholders = dict.fromkeys([*self.running, *waiting], 0)
         for request, row, _ in self.in_flight.wanted():
             placeholders[request] += row.samples
         for request, num_placeholders in placeholders.items():
-            runs = request.status is RequestStatus.RUNNING
-            assert runs == (request not in self.waiting), f"{request}: its queue is not that of its status"
-            assert runs or request.num_computed_tokens == 0, f"{request} waits and has computed tokens"
             assert request.num_placeholders == num_placeholders, f"{request}: placeholders are not in flight"
             num_total = request.num_tokens + num_placeholders
             assert request.num_processed_tokens <= request.num_computed_tokens <= num_total, f"{request}: counts"

@@ -31,8 +31,9 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         return (entry[3] for entry in sorted(self._entries.values(), key=lambda entry: entry[:3]))
 
-    def __contains__(self, request: Request) -> bool:
-        return request.request_id in self._entries
+    def unordered(self) -> list[Request]:
+        """Return all, in any order."""
+        return [entry[3] for entry in self._entries.values()]
 
     def add(self, request: Request) -> None:
         """Enqueue `request` where its place and its status put it."""
