@@ -26,7 +26,11 @@ def make_capacity(**settings: Any) -> Capacity:
 
 
 def make_limits(capacity: Capacity) -> Limits:
-    return Limits(capacity, lambda num_tokens: max_blocks_for(capacity.kv_cache_groups, num_tokens, 4, 64))
+    return Limits(
+        EngineConfig(max_num_seqs=2, max_num_waiting=3),
+        capacity,
+        lambda num_tokens: max_blocks_for(capacity.kv_cache_groups, num_tokens, 4, 64),
+    )
 
 
 def make_request(token_ids: list[int], max_tokens: int | None = 4, **fields: Any) -> EngineCoreRequest:
@@ -80,7 +84,7 @@ def test_without_chunks_a_step_holds_the_whole_context_or_the_start_is_refused(n
 def test_a_request_is_refused_exactly_if_all_its_tokens_but_the_last_exceed_the_pool(
     num_prompt: int, max_tokens: int | None, num_blocks: int | None
 ) -> None:
-    refusal = make_limits(make_capacity()).refusal(make_request([1] * num_prompt, max_tokens))
+    refusal = make_limits(make_capacity()).refusal(make_request([1] * num_prompt, max_tokens), 0)
     if num_blocks is None:
         assert refusal is None
     else:
@@ -94,9 +98,9 @@ def test_a_request_is_refused_exactly_if_all_its_tokens_but_the_last_exceed_the_
 def test_a_window_counts_for_what_it_can_hold_at_most() -> None:
     capacity = make_capacity(kv_cache_groups=(KVCacheGroup(layers=(0,), sliding_window=4),), max_model_len=1000)
     fits = msgspec.structs.replace(capacity, num_kv_blocks=19)  # ceil((4 - 1 + 64) / 4) + 1 and the null block
-    assert make_limits(fits).refusal(make_request([1] * 900)) is None
+    assert make_limits(fits).refusal(make_request([1] * 900), 0) is None
     short = make_limits(msgspec.structs.replace(fits, num_kv_blocks=18))
-    assert "need 18 KV blocks of 4 tokens, there are 17" in short.refusal(make_request([1] * 900)).message
+    assert "need 18 KV blocks of 4 tokens, there are 17" in short.refusal(make_request([1] * 900), 0).message
 
 
 @pytest.mark.parametrize(
@@ -110,6 +114,6 @@ def test_a_window_counts_for_what_it_can_hold_at_most() -> None:
     ],
 )
 def test_parts_that_are_not_built_are_refused_by_name(extras: dict[str, Any] | None, said: str | None) -> None:
-    refusal = make_limits(make_capacity()).refusal(make_request([1], extras=extras))
+    refusal = make_limits(make_capacity()).refusal(make_request([1], extras=extras), 0)
     assert (refusal is None) == (said is None)
     assert refusal is None or f"extras {said} are not supported" in refusal.message

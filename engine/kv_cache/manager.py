@@ -209,17 +209,16 @@ class KVCacheManager:
         for index, group in self._windowed:
             self._skip(tables[index], num_skipped_blocks(group, request.num_processed_tokens, self.block_size))
         num_new = num_blocks_for(num_tokens - tables.num_slots, self.block_size)
-        if num_new * len(tables) > self.pool.num_free_blocks:
-            return False
-        for table in tables:
+        has_room = num_new * len(tables) <= self.pool.num_free_blocks
+        for table in tables if has_room else ():
             blocks = self.pool.take(num_new)
             self.prefix_cache.forget(blocks)
             table.extend(blocks)
         self._measure(tables)
-        return True
+        return has_room
 
     def _measure(self, tables: _Tables) -> None:
-        """Bring what is derived from `tables` up to date: they are new, or have grown."""
+        """Bring what is derived from `tables` up to date: they are new, have grown, or lost what a window passed."""
         tables.num_slots = len(tables[0].blocks) * self.block_size
         tables.views = tuple([table.array.view() for table in tables])
         num_left = 0

@@ -300,3 +300,18 @@ def test_a_block_that_a_short_window_left_behind_before_its_tokens_were_known_is
     assert table(manager, request)[:3] == [NULL_BLOCK] * 3
     assert not manager.prefix_cache.holds(NULL_BLOCK)
     manager.check_invariants([request])
+
+
+def test_a_table_that_may_not_grow_still_shows_what_its_window_left_behind() -> None:
+    manager = make_manager(num_blocks=7, block_size=1, groups=(window(2),), max_in_flight=4)
+    request, other = make_request("a", [1] * 4), make_request("b", [2] * 2)
+    compute(manager, request)
+    compute(manager, other)
+    request.num_processed_tokens = 4
+    request.append(5)
+    before = table(manager, request)
+    assert not manager.grow(request, 12)
+    assert table(manager, request) == [NULL_BLOCK] * 3 + before[3:]
+    manager.check_invariants([request, other])
+    assert manager.grow(request, 5)
+    manager.check_invariants([request, other])
