@@ -42,6 +42,21 @@ def test_all_prompts_that_fit_the_budget_run_at_once_in_order_of_arrival() -> No
     assert counts(driver) == (9, 0)
 
 
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_each_end_leaves_one_request_less_whether_it_waits_or_runs(num_steps: int) -> None:
+    driver = make_driver()
+    for number in range(10):
+        driver.add(f"r{number}", prompt(10, 65 + number))
+        assert counts(driver) == (0, number + 1)
+    for _ in range(num_steps):
+        driver.step()
+    for number in range(10):
+        driver.abort(f"r{number}")
+        assert counts(driver) == ((9 - number, 0) if num_steps else (0, 9 - number))
+        assert f"r{number}" not in {request.request_id for request in driver.live_requests}
+    assert driver.step().finished_request_ids == tuple(f"r{number}" for number in range(10))
+
+
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
 def test_the_long_prefill_threshold_shares_each_step_among_long_prompts(enable_prefix_caching: bool) -> None:
     driver = make_driver(
