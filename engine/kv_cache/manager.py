@@ -11,7 +11,7 @@ Who is admitted is promised the blocks for all its tokens, though it takes them 
 on them. Only who runs already may grow into them.
 
 So a block that a plan names is never handed out again before the plan's end, and a block that an uncommitted step
-published always has a reference. A request has one table a group; in a group with a window the blocks behind it are
+computes always has a reference. A request has one table a group; in a group with a window the blocks behind it are
 given back as soon as no uncommitted step can read them, and the table has null blocks in their place.
 """
 
@@ -267,7 +267,7 @@ class KVCacheManager:
 
     def retract(self) -> set[BlockId]:
         """Forget what uncommitted steps published, and return it; the caller rewinds who relies on it."""
-        return self.prefix_cache.retract()
+        return self.prefix_cache.retract(lambda block: self.pool.num_references(block) == 0)
 
     def rewind(self, request: Request) -> None:
         """Publish again, from the request's `num_computed_tokens` on, what `retract` took back."""

@@ -315,3 +315,23 @@ def test_a_table_that_may_not_grow_still_shows_what_its_window_left_behind() -> 
     manager.check_invariants([request, other])
     assert manager.grow(request, 5)
     manager.check_invariants([request, other])
+
+
+def test_a_block_given_back_before_the_step_that_published_it_ended_stays_cached_if_that_step_fails() -> None:
+    manager = make_manager(block_size=1, groups=(window(2),), max_in_flight=3)
+    request = make_request("a", [1])
+    manager.admit(request, manager.match(request))
+    for step in range(1, 6):  # three plans in flight: the token of step 2 is known, and published, by step 4
+        if step > 3:
+            for ended in (1, 2) if step == 4 else (3,):
+                request.append(ended)
+                request.num_processed_tokens = ended
+                manager.settle(ended)
+        assert manager.grow(request, step)
+        request.num_computed_tokens = step
+        manager.publish(request, step)
+    assert table(manager, request)[:2] == [NULL_BLOCK] * 2
+    assert [manager.prefix_cache.holds(block) for block in (1, 2, 3)] == [True] * 3
+    assert manager.retract() == {3, 4}
+    assert [manager.prefix_cache.holds(block) for block in (1, 2, 3)] == [True, True, False]
+    manager.check_invariants([request])
