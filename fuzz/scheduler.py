@@ -45,16 +45,22 @@ class Settings(Drawn):
     enable_prefix_caching: bool = choose(True, True, True, True, False)
     long_prefill_token_threshold: int = choose(0, 0, 1, 3, 7)
     scheduling_policy: str = choose(*POLICIES)
+    windows: tuple[int | None, int | None] = choose(
+        *[(None, None)] * 5, (None, 3), (4, None), (2, 2), (3, 6), (None, 1)
+    )
     queue_timeout: float | None = choose(None, None, None, None, 9.0, 30.0)
     max_concurrent_plans: int = choose(1, 2, 3, 4)
     runs_late: bool = choose(False, True)
 
     def engine(self) -> dict[str, Any]:
         """Return the arguments of `CoreDriver.of`."""
-        max_model_len = max(2, min(self.max_model_len, self.num_gpu_blocks_override * self.block_size))
+        num_groups = len(set(self.windows))
+        num_blocks = max(self.num_gpu_blocks_override, 2 * num_groups)
+        max_model_len = max(2, min(self.max_model_len, num_blocks // num_groups * self.block_size))
         least_budget = self.max_num_seqs if self.enable_chunked_prefill else max(self.max_num_seqs, max_model_len)
         return {
             **self.__dict__,
+            "num_gpu_blocks_override": num_blocks,
             "max_model_len": max_model_len,
             "max_num_batched_tokens": max(least_budget, self.max_num_batched_tokens),
             "long_prefill_token_threshold": self.long_prefill_token_threshold * self.enable_chunked_prefill,
