@@ -8,6 +8,7 @@ files or converts tensor by tensor, and holds nothing twice. What it would fill 
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from engine.models.weights import NEVER_READ, name_faults
 
 logger = logging.getLogger(__name__)
 transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # its loading threads are waited for by nobody
 
 ARCHITECTURES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 """The causal language models that this transformers has."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -353,6 +354,13 @@ def test_a_model_without_a_longest_context_must_be_given_one(draw_model: Any, tm
     draw_model("bloom").save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="names no longest context: give --max-model-len"):
         build(tmp_path)
+
+
+def test_weights_are_loaded_in_the_calling_thread(gpt2_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(threading.Thread, "start", threads.append)
+    assert isinstance(build(gpt2_folder).model, TransformersModel)
+    assert not threads
 
 
 def test_remote_code_is_refused_with_the_reason() -> None:
