@@ -72,7 +72,7 @@ def build_model(folder: Path, config: EngineConfig, progress: Callable[[int, int
         try:
             return _through_transformers(folder, raw, config, progress)
         except UnsupportedModel as other:
-            raise UnsupportedModel(f"{refusal}. Nor does transformers' model do: {other}") from other
+            raise UnsupportedModel(f"{refusal}. Through transformers: {other}") from other
     max_model_len = _max_model_len(config, shape.max_positions, folder)
     dtype = resolve_dtype(config.dtype, raw, folder)
     decoder = Decoder(shape, max_model_len, dtype)

@@ -28,7 +28,7 @@ from engine.outputs import Capacity, RequestId
 from engine.protocol import EngineCoreRequest
 from engine.sampling_params import SamplingParams
 
-MAX_TOKENS = 5
+MAX_TOKENS = 4
 BUDGET = 24
 ARCHITECTURES = (
     "apertus",
