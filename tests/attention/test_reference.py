@@ -28,7 +28,7 @@ class Sequence:
 
 def make_backend(num_heads: int, num_kv_heads: int, num_blocks: int = 200, block_size: int = 4) -> ReferenceAttention:
     spec = KVCacheSpec(num_layers=1, num_kv_heads=num_kv_heads, head_dim=HEAD_DIM, item_size_bytes=4)
-    return ReferenceAttention(spec, num_heads, num_blocks, block_size, torch.float32)
+    return ReferenceAttention(spec, spec.groups(10**6), num_heads, num_blocks, block_size, torch.float32)
 
 
 def run(
@@ -40,11 +40,11 @@ def run(
     """Attend with (sequence, start, end) rows of each in one step."""
     rows, slots, first = [], [], 0
     for sequence, start, end in parts:
-        rows.append(RequestRows(first, end - start, start, sequence.blocks))
+        rows.append(RequestRows(first, end - start, start, [sequence.blocks]))
         span = np.arange(start, end)
         slots.append(sequence.blocks[span // block_size].astype(np.int64) * block_size + span % block_size)
         first += end - start
-    batch = backend.prepare(AttentionBatch(torch.from_numpy(np.concatenate(slots)), rows))
+    batch = backend.prepare(AttentionBatch([torch.from_numpy(np.concatenate(slots))], rows))
     q, k, v = (torch.cat([getattr(s, name)[a:b] for s, a, b in parts]) for name in "qkv")
     out = backend.attend(0, q, k, v, HEAD_DIM**-0.5, window, None, None, batch)
     return list(out.split([end - start for _, start, end in parts]))
