@@ -214,8 +214,8 @@ class _Norm:
 
     def pack(self) -> None:
         """Make of the filled weight what to multiply by; call once."""
-        if self._kind != "narrow":
-            self.weight = self.weight.float() + (self._kind == "unit_offset")
+        if self._kind == "unit_offset":
+            self.weight = 1 + self.weight.float()
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
         wide = rows.float().view(*rows.shape[:-1], -1, len(self.weight))

@@ -30,6 +30,9 @@ _TANH_GELU = {"gelu_pytorch_tanh": "gelu_tanh"}
 DECODERS: dict[str, DecoderTraits] = {
     "LlamaForCausalLM": DecoderTraits(),
     "MistralForCausalLM": DecoderTraits(biases="none", windows="all", defaults={"sliding_window": 4096}),
+    "MinistralForCausalLM": DecoderTraits(
+        biases="none", windows="upper", defaults={"sliding_window": 4096, "max_window_layers": 0}
+    ),
     "MixtralForCausalLM": DecoderTraits(
         biases="none",
         windows="all",
@@ -90,6 +93,15 @@ DECODERS: dict[str, DecoderTraits] = {
     ),
     "Olmo2ForCausalLM": DecoderTraits(
         norm="wide", norm_places="after", qk_norm="width", defaults={"rms_norm_eps": 1e-5}
+    ),
+    "Olmo3ForCausalLM": DecoderTraits(
+        norm="wide",
+        norm_places="after",
+        qk_norm="width",
+        windows="alternating",
+        rotates_windows_apart=True,
+        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4}
+        | {"rope_theta": 5e5, "rope_local_base_freq": 5e5},
     ),
     "SmolLM3ForCausalLM": DecoderTraits(
         windows="unrotated",

@@ -100,6 +100,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "query_pre_attn_scalar": 20, "sliding_window": 6, "num_hidden_layers": 4}
         | {"sliding_window_pattern": 3, "rope_parameters": TWO_ROPES, "final_logit_softcapping": 9.0},
     ),
+    "ministral with chosen windows": (
+        "Ministral",
+        {"sliding_window": 10, "head_dim": 16, "layer_types": ["full_attention", "sliding_attention"]},
+    ),
     "mixtral": ("Mixtral", {"num_local_experts": 5}),
     "mixtral with windows": ("Mixtral", {"num_local_experts": 3, "sliding_window": 11, "head_dim": 16}),
     "qwen3-moe": (
@@ -120,6 +124,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "olmo2": ("Olmo2", {}),
     "olmo2 of one K/V head, with biases": ("Olmo2", {"num_key_value_heads": 1, "attention_bias": True}),
+    "olmo3": (
+        "Olmo3",
+        {"num_hidden_layers": 4, "sliding_window": 6}
+        | {"rope_parameters": {"full_attention": YARN_ROPE, "sliding_attention": {"rope_type": "default"}}},
+    ),
     "smollm3": ("SmolLM3", {"num_hidden_layers": 3, "no_rope_layer_interval": 2}),
     "smollm3 with windows": (
         "SmolLM3",

@@ -115,7 +115,7 @@ def test_what_a_family_s_config_leaves_out_is_what_transformers_assumes(architec
         oracle.num_local_experts,
         oracle.num_experts_per_tok,
     )
-    if name != "Gemma3":
+    if name not in ("Gemma3", "Olmo3"):
         assert {rope.theta for rope in ours.ropes if rope} == {oracle.rope_parameters["rope_theta"]}
 
 
