@@ -54,6 +54,10 @@ class AttentionBatch:
 class AttentionBackend(Protocol):
     """Attention over pages."""
 
+    def clear_null_block(self) -> None:
+        """Make the null block's pages zero, after a step that wrote there: masked keys may be read from it."""
+        ...
+
     def prepare(self, batch: AttentionBatch) -> Any:
         """Compute once a step what all its layers need; the result is what `attend` takes as `batch`."""
         ...

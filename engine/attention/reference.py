@@ -109,7 +109,7 @@ class ReferenceAttention:
         self._key_size = spec.num_kv_heads * spec.head_dim
 
     def clear_null_block(self) -> None:
-        """Make what masked keys are read from zero again, after a step that wrote there."""
+        """See `AttentionBackend.clear_null_block`."""
         for pages in (*self.key_pages, *self.value_pages):
             pages[NULL_BLOCK] = 0
 

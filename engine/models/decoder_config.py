@@ -182,16 +182,18 @@ def _windows(raw: dict[str, Any], traits: DecoderTraits, rotates: tuple[bool, ..
         raise CheckpointError(f"config.json: sliding_window must be a whole number above 0 or null, got {size!r}")
     if traits.windows == "none" or (traits.switches_windows and not _flag(raw, "use_sliding_window")):
         size = None
-    kinds = [WINDOW if size and has_window else FULL for has_window in _window_layers(raw, traits, rotates)]
+    has_windows = size is not None or traits.windows == "alternating"
+    kinds = [WINDOW if has_windows and is_windowed else FULL for is_windowed in _window_layers(raw, traits, rotates)]
     asked = _list(raw, "layer_types") or kinds
-    if set(asked) - {FULL, WINDOW}:
-        raise UnsupportedModel(f"layer_types {sorted(set(asked) - {FULL, WINDOW})} are not supported")
+    unknown = [kind for kind in asked if kind not in (FULL, WINDOW)]
+    if unknown:
+        raise UnsupportedModel(f"layer_types {unknown} are not supported; only {FULL} and {WINDOW} are")
     if len(asked) != len(kinds):
         raise CheckpointError(f"config.json: {len(asked)} layer_types for {len(kinds)} layers")
-    if asked != kinds and (size is None or traits.windows == "all"):
+    if (size is None and WINDOW in asked) or (traits.windows == "all" and asked != kinds):
         raise UnsupportedModel(
             f"layer_types {asked} are not built for this architecture with sliding_window {raw.get('sliding_window')}, "
-            f"use_sliding_window {raw.get('use_sliding_window')}: its layers are {kinds}"
+            f"use_sliding_window {raw.get('use_sliding_window')}"
         )
     return tuple(size if kind == WINDOW else None for kind in asked)
 

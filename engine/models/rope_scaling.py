@@ -219,10 +219,10 @@ def _read_llama3(parameters: dict[str, Any], config: dict[str, Any], dim: int) -
 
 def _read_yarn(parameters: dict[str, Any], config: dict[str, Any], dim: int) -> RopeScaling:
     factor = number(parameters, "factor")
-    scale, scale_all = parameters.get("mscale"), parameters.get("mscale_all_dim")
     amplitude = _yarn_amplitude(factor, 1.0)
-    if scale and scale_all:
-        amplitude = _yarn_amplitude(factor, scale) / _yarn_amplitude(factor, scale_all)
+    if parameters.get("mscale") and parameters.get("mscale_all_dim"):
+        amplitude = _yarn_amplitude(factor, number(parameters, "mscale"))
+        amplitude /= _yarn_amplitude(factor, number(parameters, "mscale_all_dim"))
     return YarnScaling(
         factor=factor,
         beta_fast=number(parameters, "beta_fast", 32.0),

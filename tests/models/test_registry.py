@@ -152,6 +152,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(architectures: A
         ),
         ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "full_attention"),
         ({"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, "layer_types"),
+        ({"architectures": ["Gemma2ForCausalLM"], "sliding_window": None}, "sliding_window None"),
         (
             {"architectures": ["MistralForCausalLM"], "sliding_window": 4}
             | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
