@@ -151,12 +151,12 @@ class Shortage(NamedTuple):
     Attributes:
         num_blocks: Free blocks it would have taken in the end.
         num_new: Tokens it would have computed.
-        next_hash: Hash of its first block that was not cached; None where nothing more can be hit.
+        next_block: Hash and group of the first block that was not cached; None where nothing more can be hit.
     """
 
     num_blocks: int
     num_new: int
-    next_hash: bytes | None
+    next_block: tuple[bytes, int] | None
 
 
 class Request:

@@ -167,6 +167,7 @@ class EngineCoreServer:
                 self._take_inputs(core)
                 while len(in_flight) < depth and (plan := core.plan(trio.current_time())) is not None:
                     in_flight.append(_InFlight(plan, self._executor.execute(plan)))
+                    in_flight[-1].execution.sample(core.grammar_masks(plan))
                     self._newest_step = plan.step
                     self._take_inputs(core)
                 self._tell(core, is_quiet=not in_flight)
@@ -186,7 +187,7 @@ class EngineCoreServer:
     async def _finish(self, core: EngineCore, step: _InFlight) -> None:
         """Wait for the oldest step, take the inputs that came meanwhile, and commit."""
         try:
-            output = await step.execution.result(core.grammar_masks(step.plan))
+            output = await step.execution.result()
         except ExecutorDead:
             raise
         except Exception as error:  # the step's door

@@ -14,28 +14,65 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from engine.config import EngineConfig
-from engine.core import EngineCore, WaitsFor
+from engine.core import EngineCore
 from engine.errors import Cause
 from engine.executor.null import NullModelRunner, Windows, expected_tokens
 from engine.kv_cache.spec import num_skipped_blocks
-from engine.outputs import FinishReason, RequestId, SchedulerOutput
-from engine.protocol import AbortReason, EngineCoreOutput, EngineCoreRequest, PauseMode
+from engine.outputs import FinishReason, GrammarMasks, ModelRunnerOutput, RequestId, SchedulerOutput
+from engine.protocol import AbortReason, EngineCoreOutput, EngineCoreRequest, PauseMode, SessionPart
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from engine.structured_output.grammar import BITS_A_WORD
 
-__all__ = ["Completion", "CoreDriver", "NullModelRunner", "expected_tokens", "run_core"]
+__all__ = ["Completion", "CoreDriver", "NullModelRunner", "TestGrammar", "expected_tokens", "run_core"]
 
 SIMULATED_FAILURE = Cause("SimulatedFailure", "the step was made to fail")
 
 
+class TestGrammar:
+    """A grammar of `length` tokens at most: each that, added to the sum of all before it, `step` divides."""
+
+    __test__ = False
+
+    def __init__(self, step: int, length: int) -> None:
+        """Start with no token."""
+        self.step = step
+        self.length = length
+        self._num_tokens = self._sum = 0
+
+    def anew(self) -> TestGrammar:
+        """Return the same grammar before any token."""
+        return TestGrammar(self.step, self.length)
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> bool:
+        """See `Grammar`."""
+        for token_id in token_ids:
+            self._sum += token_id
+            self._num_tokens += 1
+            if self._sum % self.step or self._num_tokens > self.length:
+                return False
+        return True
+
+    def fill_bitmask(self, bitmask: GrammarMasks) -> None:
+        """See `Grammar`."""
+        if self._num_tokens == self.length:
+            return
+        bits = np.zeros(len(bitmask) * BITS_A_WORD, dtype=np.uint8)
+        bits[-self._sum % self.step :: self.step] = 1
+        bitmask[:] = np.packbits(bits, bitorder="little").view(np.int32)
+
+
 @dataclass
 class Completion:
-    """All that one request got so far."""
+    """All that one request got so far; `parts` and `grammar` are what it was given beyond its first prompt."""
 
     token_ids: list[int] = field(default_factory=list)
     outputs: list[EngineCoreOutput] = field(default_factory=list)
+    parts: list[SessionPart] = field(default_factory=list)
+    grammar: TestGrammar | None = None
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -55,14 +92,16 @@ class LaunchedPlan:
     Attributes:
         plan: The plan.
         fails: Whether its step is to fail, or has failed.
-        has_run: Whether its step was executed.
+        masks: Of its grammar rows.
+        output: The result of its step, once it was executed.
         follows_failure: Whether an earlier step failed after this plan was made: late tokens may be missing.
         reads: For each row whose it is and which blocks it reads or writes.
     """
 
     plan: SchedulerOutput
     fails: bool
-    has_run: bool = False
+    masks: GrammarMasks | None = None
+    output: ModelRunnerOutput | None = None
     follows_failure: bool = False
     reads: list[tuple[EngineCoreRequest | RequestId, set[int]]] = field(default_factory=list)
 
@@ -122,6 +161,8 @@ class CoreDriver:
         cache_salt: str | None = None,
         priority: int = 0,
         client_key: str | None = None,
+        is_session: bool = False,
+        awaits_grammar: bool = False,
         **params: Any,
     ) -> RequestId:
         """Add a request named `name`; greedy unless `params`, fields of `SamplingParams`, say otherwise.
@@ -137,14 +178,29 @@ class CoreDriver:
             priority=priority,
             client_key=client_key,
             cache_salt=cache_salt,
+            extras={"session": True} if is_session else None,
         )
-        self.core.add(request, self._tick())
+        self.core.add(request, self._tick(), awaits_grammar=awaits_grammar)
         if request.request_id in self.completions:
             self.past.append((self.requests[request.request_id], self.completions[request.request_id]))
         self.requests[request.request_id] = request
         self.completions[request.request_id] = Completion()
         self.check()
         return request.request_id
+
+    def set_grammar(self, name: str, grammar: TestGrammar | Cause) -> None:
+        """Give a request the grammar it awaits, or say why there is none."""
+        if isinstance(grammar, TestGrammar):
+            self.completions[RequestId(name)].grammar = grammar.anew()
+        self.core.set_grammar(RequestId(name), grammar)
+        self.check()
+
+    def extend(self, name: str, prompt: Sequence[int], **params: Any) -> None:
+        """Add the next part of a session; an empty one ends it."""
+        part = SessionPart(RequestId(name), list(prompt), SamplingParams(**{"temperature": 0.0, **params}))
+        self.core.extend(part)
+        self.completions[part.request_id].parts.append(part)
+        self.check()
 
     def abort(self, *names: str, reason: AbortReason = AbortReason.CLIENT) -> None:
         """Abort these requests."""
@@ -158,7 +214,7 @@ class CoreDriver:
         """
         plan = self.core.plan(self._tick())
         if plan is not None:
-            launched = LaunchedPlan(plan, fails)
+            launched = LaunchedPlan(plan, fails, self.core.grammar_masks(plan))
             self._check_blocks(launched)
             self.plans.append(launched)
             if not self.runs_late:
@@ -187,11 +243,11 @@ class CoreDriver:
             self._execute(launched)
         self.plans.popleft()
         plan = launched.plan
-        if launched.has_run:
-            output = self.runner.sample(self.core.grammar_masks(plan))
+        output = launched.output
+        if output is not None:
             for row, token_ids in zip(plan.requests, output.sampled_token_ids, strict=True):
                 token_ids += (more or {}).get(row.request_id, ())
-            failed = {RequestId(name): SIMULATED_FAILURE for name in broken}
+            failed = {**output.failed, **{RequestId(name): SIMULATED_FAILURE for name in broken}}
             self.core.commit(plan, msgspec.structs.replace(output, failed=failed), self._tick())
         else:
             self.core.fail(plan, SIMULATED_FAILURE, None if blamed is None else [RequestId(name) for name in blamed])
@@ -224,13 +280,13 @@ class CoreDriver:
         return plan
 
     def run(self) -> dict[RequestId, Completion]:
-        """Keep as many plans in flight as may be until nothing is left, or only what waits for a resume."""
+        """Keep as many plans in flight as may be until nothing is left, or only what waits for something else."""
         while self.core.has_work:
             while self.plan() is not None:
                 pass
             if self.plans:
                 self.finish_step()
-            elif self.core.waits_for is WaitsFor.RESUME:
+            elif self.core.waits_for is not None:
                 break
         return self.completions
 
@@ -240,17 +296,16 @@ class CoreDriver:
         return expected_tokens(request.prompt_token_ids, request.sampling_params, num_tokens, self.runner.windows)
 
     def _execute(self, launched: LaunchedPlan) -> None:
-        if launched.fails or launched.has_run:
+        if launched.fails or launched.output is not None:
             return
         try:
             self.runner.execute(launched.plan)
+            launched.output = self.runner.sample(launched.masks)
         except KeyError:
             earlier = itertools.takewhile(lambda other: other is not launched, self.plans)
             excused = launched.follows_failure or any(other.fails for other in earlier)
             assert excused, "late tokens are missing although no step failed"
             launched.fails = True
-        else:
-            launched.has_run = True
 
     def _check_blocks(self, launched: LaunchedPlan) -> None:
         """Check that the plan writes into no block that another request's row, of an earlier plan or above, reads.

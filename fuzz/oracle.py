@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
 
 from engine.executor.null import Windows, continuation
 from engine.outputs import FinishReason, RequestId
-from engine.protocol import EngineCoreRequest
+from engine.protocol import EngineCoreOutput, EngineCoreRequest
+from engine.request import ends_in_repetition
+from engine.sampling_params import SamplingParams
+from engine.structured_output.grammar import Grammar
 from engine.testing import Completion
 
 ORDERS: dict[str, Callable[[EngineCoreRequest, int], tuple[int, ...]]] = {
@@ -16,44 +22,80 @@ ORDERS: dict[str, Callable[[EngineCoreRequest, int], tuple[int, ...]]] = {
 """Who loses blocks last: a key for a request and its place in the order of arrival. Only orders that never change."""
 
 
+class Alone(NamedTuple):
+    """What a prompt gets alone: tokens, finish reason, stop reason."""
+
+    token_ids: list[int]
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+
+
 def run_alone(
-    request: EngineCoreRequest, max_model_len: int, windows: Windows
-) -> tuple[list[int], FinishReason, int | None]:
-    """Return the tokens, finish reason and stop reason of `request` by definition."""
-    params = request.sampling_params
-    room = max_model_len - len(request.prompt_token_ids)
+    prompt: Sequence[int], params: SamplingParams, max_model_len: int, windows: Windows, grammar: Grammar | None = None
+) -> Alone:
+    """Return what `prompt` gets by definition; where its grammar allows nothing more, an error."""
+    room = max_model_len - len(prompt)
     limit = max(0, room if params.max_tokens is None else min(room, params.max_tokens))
     tokens: list[int] = []
-    for token in continuation(request.prompt_token_ids, params, windows):
+    for token in continuation(prompt, params, windows, grammar):
         if len(tokens) >= limit:
             break
         tokens.append(token)
-        if len(tokens) >= params.min_tokens:
-            if token in params.eos_token_ids:
-                return tokens, FinishReason.STOP, None
-            if token in params.stop_token_ids:
-                return tokens, FinishReason.STOP, token
-    return tokens, FinishReason.LENGTH, None
+        is_long_enough = len(tokens) >= params.min_tokens
+        if is_long_enough and token in params.eos_token_ids:
+            return Alone(tokens, FinishReason.STOP, None)
+        if is_long_enough and token in params.stop_token_ids:
+            return Alone(tokens, FinishReason.STOP, token)
+        detection = params.repetition_detection if len(tokens) < limit and is_long_enough else None
+        if detection is not None and ends_in_repetition(np.array(tokens), detection):
+            return Alone(tokens, FinishReason.REPETITION, "repetition_detected")
+    is_whole = len(tokens) >= limit
+    return Alone(tokens, FinishReason.LENGTH if is_whole else FinishReason.ERROR, None)
 
 
 def check_completion(request: EngineCoreRequest, completion: Completion, max_model_len: int, windows: Windows) -> None:
-    """Check what `request` got against its run alone; one that was ended from outside may have got less.
+    """Check what `request` got against its run alone, turn by turn; what was ended from outside may have got less.
 
     Raises:
         AssertionError: It differs, or did not end exactly once.
     """
-    outputs, got = completion.outputs, completion.token_ids
+    outputs = completion.outputs
     assert outputs, f"{request.request_id} never got its end"
     ends = [output.finish_reason for output in outputs if output.finish_reason is not None]
     assert len(ends) == 1, f"{request.request_id} ended {len(ends)} times"
     last = outputs[-1]
-    tokens, reason, stop_reason = run_alone(request, max_model_len, windows)
-    assert got == tokens[: len(got)], f"{request.request_id} got {got}, alone it gets {tokens}"
     assert (last.error is not None) == (last.finish_reason is FinishReason.ERROR), f"{request.request_id}: {last}"
-    is_stop = last.finish_reason is FinishReason.STOP and last.new_token_ids  # else a stop string, seen by the client
-    if is_stop or last.finish_reason is FinishReason.LENGTH:
-        assert got == tokens, f"{request.request_id} ended after {got}, alone it gets {tokens}"
-        assert (last.finish_reason, last.stop_reason) == (reason, stop_reason), f"{request.request_id}: {last}"
+    prompt, params, parts = list(request.prompt_token_ids), request.sampling_params, iter(completion.parts)
+    for turn in _turns(outputs):
+        got = [token for output in turn for token in output.new_token_ids]
+        if got or turn[-1].turn_reason is not None:
+            grammar = None if completion.grammar is None else completion.grammar.anew()
+            _check_turn(turn, got, run_alone(prompt, params, max_model_len, windows, grammar))
+        if turn[-1].turn_reason is not None and (part := next(parts, None)) is not None:
+            prompt, params = [*prompt, *got[:-1], *part.prompt_token_ids], part.sampling_params
+
+
+def _turns(outputs: Sequence[EngineCoreOutput]) -> Iterator[list[EngineCoreOutput]]:
+    """Split outputs after each that ends a turn."""
+    turn: list[EngineCoreOutput] = []
+    for output in outputs:
+        turn.append(output)
+        if output.turn_reason is not None:
+            yield turn
+            turn = []
+    if turn:
+        yield turn
+
+
+def _check_turn(turn: Sequence[EngineCoreOutput], got: list[int], alone: Alone) -> None:
+    last = turn[-1]
+    reason = last.turn_reason or last.finish_reason
+    name = last.request_id
+    assert got == alone.token_ids[: len(got)], f"{name} got {got}, alone it gets {alone.token_ids}"
+    is_stop = reason is FinishReason.STOP and last.new_token_ids  # else a stop string, seen by the client, or a close
+    if is_stop or reason in (FinishReason.LENGTH, FinishReason.REPETITION):
+        assert got == alone.token_ids, f"{name} ended after {got}, alone it gets {alone.token_ids}"
+        assert (reason, last.stop_reason) == alone[1:], f"{name}: {last}"
 
 
 def check_victims(

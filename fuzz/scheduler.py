@@ -18,14 +18,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from engine.errors import Cause
 from engine.outputs import RequestId, SchedulerOutput
 from engine.protocol import AbortReason, PauseMode
+from engine.request import RequestStatus
+from engine.sampling_params import RepetitionDetection
 from engine.scheduler.policy import POLICIES
-from engine.testing import CoreDriver, LaunchedPlan
+from engine.testing import CoreDriver, LaunchedPlan, TestGrammar
 from fuzz.coverage import Coverage
 from fuzz.history import Drawn, Operation, Target, choose
 from fuzz.oracle import check_completion, check_victims
 
+REPETITION = RepetitionDetection(max_pattern_size=3, min_count=2)
 STOP_TOKENS = tuple(range(32, 127, 12))
 """Tokens that stop or end a request that asks for it; about one in twelve of what the integer model says."""
 MAX_IDLE_STEPS = 2000
@@ -45,6 +49,8 @@ class Settings(Drawn):
     enable_prefix_caching: bool = choose(True, True, True, True, False)
     long_prefill_token_threshold: int = choose(0, 0, 1, 3, 7)
     scheduling_policy: str = choose(*POLICIES)
+    max_overtakes: int = choose(32, 0, 1, 3)
+    watermark: float = choose(0.01, 0.0, 0.3)
     windows: tuple[int | None, int | None] = choose(
         *[(None, None)] * 5, (None, 3), (4, None), (2, 2), (3, 6), (None, 1)
     )
@@ -80,6 +86,9 @@ class Add(Operation):
     stops: bool = choose(False, True)
     salt: int = choose(0, 0, 0, 1)
     seed: int | None = choose(None, None, 7)
+    skips_cache: bool = choose(*[False] * 9, True)
+    detects_repetition: bool = choose(False, False, True)
+    kind: str = choose(*["plain"] * 8, "grammar", "session")
     priority: int = choose(0, 0, 1, -1)
     client: int = choose(0, 0, 1, 2)
     reuses_name: bool = choose(False, False, True)
@@ -105,7 +114,68 @@ class Add(Operation):
             eos_token_ids=stops[1::2],
             temperature=0.0 if self.seed is None else 1.0,
             seed=self.seed,
+            skip_reading_prefix_cache=self.skips_cache,
+            repetition_detection=REPETITION if self.detects_repetition else None,
+            awaits_grammar=self.kind == "grammar",
+            is_session=self.kind == "session",
         )
+
+
+@dataclass(frozen=True, repr=False)
+class Compiled(Operation):
+    """Give the `index`-th of those that await a grammar theirs, or say why there is none."""
+
+    weight: ClassVar[int] = 4
+    index: int = choose(0, 1, 2)
+    step: int = choose(1, 2, 7)
+    length: int = choose(20, 3)
+    fails: bool = choose(*[False] * 5, True)
+
+    def name(self, simulation: Simulation) -> str | None:
+        """Return whose it is."""
+        waiting = simulation.names_in(RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
+        return waiting[self.index % len(waiting)] if waiting else None
+
+    def event(self, simulation: Simulation) -> str | None:
+        """Return what becomes of the grammar."""
+        if self.name(simulation) is None:
+            return None
+        return "no grammar" if self.fails else "grammar"
+
+    def apply(self, simulation: Simulation) -> None:
+        """Give it."""
+        name = self.name(simulation)
+        if name is not None:
+            grammar = Cause("BadGrammar", "it was made to fail") if self.fails else TestGrammar(self.step, self.length)
+            simulation.driver.set_grammar(name, grammar)
+
+
+@dataclass(frozen=True, repr=False)
+class Extend(Operation):
+    """Give the `index`-th open session its next part, of `length` tokens; 0 ends it."""
+
+    weight: ClassVar[int] = 6
+    index: int = choose(0, 1, 2)
+    length: int = choose(1, 2, 5, 9, 0)
+    max_tokens: int | None = choose(1, 2, 5, None)
+    stops: bool = choose(False, True)
+
+    def event(self, simulation: Simulation) -> str | None:
+        """Return whether there is one to extend."""
+        if not simulation.open_sessions():
+            return None
+        return "extend" if self.length else "close"
+
+    def apply(self, simulation: Simulation) -> None:
+        """Extend it."""
+        sessions = simulation.open_sessions()
+        if sessions:
+            simulation.driver.extend(
+                sessions[self.index % len(sessions)],
+                [90 - position for position in range(self.length)],
+                max_tokens=self.max_tokens,
+                stop_token_ids=STOP_TOKENS if self.stops else (),
+            )
 
 
 @dataclass(frozen=True, repr=False)
@@ -259,6 +329,10 @@ class Simulation:
         driver.resume()
         num_idle, num_outputs = 0, -1
         while driver.core.has_work:
+            for name in self.names_in(RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR):
+                driver.set_grammar(name, TestGrammar(1, 50))
+            for name in self.open_sessions():
+                driver.extend(name, ())
             self.plan(False)
             if driver.plans:
                 self.finish_step(None, 0)
@@ -272,6 +346,15 @@ class Simulation:
         for request, completion in everyone:
             check_completion(request, completion, driver.core.capacity.max_model_len, driver.runner.windows)
         assert sorted(self._told) == sorted(request.request_id for request, _ in everyone), "ends not told exactly once"
+
+    def names_in(self, status: RequestStatus) -> list[str]:
+        """Return the names of all requests in `status`, in order of arrival."""
+        return [request.request_id for request in self.driver.live_requests if request.status is status]
+
+    def open_sessions(self) -> list[str]:
+        """Return the names of all sessions that take further parts."""
+        sessions = ((request.request_id, request.session) for request in self.driver.live_requests)
+        return [name for name, parts in sessions if parts is not None and not (parts and parts[-1].is_last)]
 
     def name_for(self, add: Add) -> str:
         """Return a name for a request to add, and note its arrival."""
@@ -320,15 +403,20 @@ class Simulation:
         """Commit the oldest plan, of whose rows those of `guilty` failed; whoever else samples must get its token."""
         driver = self.driver
         more = self._more_tokens(launched.plan, num_more) if num_more else None
+        sessions = {request.request_id for request in driver.live_requests if request.session is not None}
         numbers = {
             row.request_id: len(driver.completions[row.request_id].token_ids)
             for row, (owner, _) in zip(launched.plan.requests, launched.reads, strict=True)
             if row.samples and driver.is_live(owner) and row.request_id not in guilty
+            if row.request_id not in sessions  # the end of a turn makes its further rows void
         }
         counts = not launched.follows_failure
         self._has_broken_rows = self._has_broken_rows or bool(guilty)
         driver.finish_step(broken=guilty, more=more)
+        broken = launched.output.failed if launched.output is not None else {}
         for name, number in numbers.items():
+            if name in broken:
+                continue  # its grammar allowed nothing more
             got = driver.completions[name].token_ids
             assert len(got) > number or not counts, f"{name} did not get the token that its row sampled"
 
@@ -347,6 +435,8 @@ class Simulation:
             ]
             for request in self.driver.live_requests
             if num_known.get(request.request_id) == request.num_tokens
+            and request.grammar is None
+            and request.session is None
         }
 
     def _check_victims(self, victims: Sequence[RequestId], served: Sequence[RequestId]) -> None:
@@ -363,13 +453,15 @@ class Simulation:
 
         Tokens that were late when their row was planned are published with the next row.
         """
-        if not self.settings.enable_prefix_caching or self._has_broken_rows:
-            return
+        if not self.settings.enable_prefix_caching or self._has_broken_rows or any(self.settings.windows):
+            return  # what a window has passed before its tokens were known is not published
         for request in self.driver.live_requests:
-            if request.generation and request.num_computed_tokens:
+            if request.generation and request.num_computed_tokens and request.reads_prefix_cache:
                 num_known = request.num_computed_tokens - self.settings.max_concurrent_plans
                 num_hit = self.driver.num_cached_tokens(request)
                 assert num_hit > num_known - self.settings.block_size, f"{request} can be hit for {num_hit} tokens only"
 
 
-TARGET = Target("scheduler", Settings, (Add, Abort, Plan, Finish, Pause, Resume, Reset, Resize), Simulation)
+TARGET = Target(
+    "scheduler", Settings, (Add, Compiled, Extend, Abort, Plan, Finish, Pause, Resume, Reset, Resize), Simulation
+)

@@ -22,16 +22,21 @@ PRINTABLE = range(FIRST_SAMPLED, FIRST_SAMPLED + NUM_SAMPLED)
 
 
 class Tokens:
-    """A grammar that takes `allowed` tokens, and remembers what it was told and how often it was asked."""
+    """A grammar whose mask allows `allowed`, and which remembers what it was told and how often it was asked.
 
-    def __init__(self, allowed: Sequence[int] = PRINTABLE) -> None:
+    What it accepts may be less, `accepted`, as where tokens are sampled without the mask. Unless said otherwise all is
+    allowed that the integer model says without one, so that a request's tokens are those of its run without a grammar.
+    """
+
+    def __init__(self, allowed: Sequence[int] = PRINTABLE, *, accepted: Sequence[int] = PRINTABLE) -> None:
         self.allowed = allowed
+        self.accepted = accepted
         self.told: list[int] = []
         self.num_asked = 0
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
         self.told += token_ids
-        return all(token_id in self.allowed for token_id in token_ids)
+        return all(token_id in self.accepted for token_id in token_ids)
 
     def fill_bitmask(self, bitmask: GrammarMasks) -> None:
         self.num_asked += 1
@@ -40,8 +45,9 @@ class Tokens:
 
 
 def make_driver(**settings: Any) -> CoreDriver:
+    """Make a driver that runs a plan when its result is asked for: what follows a masked plan waits for its masks."""
     defaults = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 64, "block_size": 4}
-    return CoreDriver.of(**{**defaults, "num_gpu_blocks_override": 64, **settings})
+    return CoreDriver.of(runs_late=True, **{**defaults, "num_gpu_blocks_override": 64, **settings})
 
 
 def prompt(length: int, first: int = 65) -> list[int]:
@@ -262,7 +268,7 @@ def test_a_sampled_token_that_the_grammar_rejects_ends_its_request_with_the_toke
     driver.add("b", prompt(5, 66))
     tokens = driver.expected("a", 4)
     assert tokens[3] not in tokens[:3]
-    set_grammar(driver, "a", Tokens(allowed=tokens[:3]))
+    set_grammar(driver, "a", Tokens(accepted=tokens[:3]))
     driver.run()
     completion = driver.completions["a"]
     assert completion.token_ids == tokens
@@ -283,7 +289,7 @@ def test_the_token_that_ends_a_request_is_no_part_of_what_the_grammar_is_told(ki
     set_grammar(driver, "a", Tokens())
     driver.run()
     add(driver, "b", prompt(5), **{kind: (tokens[3],)})
-    grammar = Tokens(allowed=tokens[:3])
+    grammar = Tokens(accepted=tokens[:3])
     set_grammar(driver, "b", grammar)
     assert driver.run()["b"].token_ids == tokens
     assert driver.completions["b"].finish_reason is FinishReason.STOP
@@ -321,7 +327,7 @@ def test_a_plan_that_was_undone_told_the_grammar_nothing(depth: int) -> None:
 def test_an_abort_wins_over_a_token_that_the_grammar_would_reject() -> None:
     driver = make_driver()
     add(driver, "a", prompt(5))
-    set_grammar(driver, "a", Tokens(allowed=()))
+    set_grammar(driver, "a", Tokens(accepted=()))
     driver.plan()
     driver.abort("a", reason=AbortReason.DISCONNECT)
     driver.finish_step()

@@ -52,7 +52,6 @@ def test_every_short_output_is_judged_as_the_definition_says() -> None:
 def feed(driver: CoreDriver, plan: SchedulerOutput, *token_ids: int) -> None:
     """Commit `plan`, of one row, as if these tokens had been sampled."""
     assert driver.plans.popleft().plan is plan
-    driver.runner.sample()
     driver.core.commit(plan, ModelRunnerOutput(step=plan.step, sampled_token_ids=[list(token_ids)]), driver.now)
     driver.check()
 

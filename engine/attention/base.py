@@ -27,13 +27,14 @@ class RequestRows:
         first_row: Index of its first row among the step's rows.
         num_rows: How many rows, at least 1; they are consecutive positions.
         start: Position of the first row; the K/V of everything before it is in the pages.
-        block_table: Block ids, `[num_blocks]`, covering `start + num_rows` positions.
+        block_tables: For each group of layers its block ids, `[num_blocks]`, covering `start + num_rows` positions. A
+            block that lies before every window of these rows may be the null block.
     """
 
     first_row: int
     num_rows: int
     start: int
-    block_table: TokenArray
+    block_tables: Sequence[TokenArray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +42,21 @@ class AttentionBatch:
     """Where a step's rows belong; made by `model_runner.input_batch`.
 
     Attributes:
-        slot_mapping: For each row the slot its K/V goes to, block id x block size + offset, int64 `[num_rows]`.
+        slot_mappings: For each group of layers the slots that the rows' K/V goes to, block id x block size + offset,
+            int64 `[num_rows]`.
         requests: In row order, without gaps.
     """
 
-    slot_mapping: torch.Tensor
+    slot_mappings: Sequence[torch.Tensor]
     requests: Sequence[RequestRows]
 
 
 class AttentionBackend(Protocol):
     """Attention over pages."""
+
+    def clear_null_block(self) -> None:
+        """Make the null block's pages zero, after a step that wrote there: masked keys may be read from it."""
+        ...
 
     def prepare(self, batch: AttentionBatch) -> Any:
         """Compute once a step what all its layers need; the result is what `attend` takes as `batch`."""

@@ -9,7 +9,8 @@ are added in order::
     tile 1  [ 16 x 128 ]  [ 16x128 ] [ masked ]
 
 So a row's result cannot depend on who shares the batch or on chunking: a library picks its order of summation by the
-shape, and the shape never changes; masked keys add exact zeros. Products and softmax run in float32.
+shape, and the shape never changes; masked keys add exact zeros. Products and softmax run in float32. Sinks stand in a
+key tile of their own before the others, which takes part in the softmax and has no values.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ import numpy as np
 import torch
 
 from engine.attention.base import AttentionBatch, RequestRows
-from engine.errors import UnsupportedModel
-from engine.kv_cache.spec import NULL_BLOCK, KVCacheSpec
+from engine.kv_cache.spec import NULL_BLOCK, KVCacheSpec, num_page_tensors
+from engine.outputs import KVCacheGroup
 
 KEY_TILE = 128
 """Keys a tile; the sums over keys are cut at its multiples."""
@@ -32,6 +33,8 @@ QUERY_TILE = 16
 """Rows a query tile aims at: position x head of the same K/V head."""
 MAX_GROUP_SIZE = 2**21
 """Numbers that the largest temporary tensor of a group may hold; larger work is cut into more groups."""
+CAP_PART = 128 * KEY_TILE
+"""Numbers that are capped at once: too few for torch to share among threads, which would round the ends otherwise."""
 
 
 @dataclass(slots=True)
@@ -42,14 +45,15 @@ class _Group:
         rows: Row of the step at each place of the tiles, `[num_tiles, positions a tile]`; a place beyond its request's
             rows repeats the tile's first row.
         positions: Position of that row, of the same shape.
-        slots: Where the keys lie, `[num_tiles or 1, num_keys]`; 1 when all tiles are of one request.
+        slots: For each group of layers where the keys lie, `[num_tiles or 1, num_keys]`; 1 when all tiles are of one
+            request.
         places: Places that hold a row of their own, as flat indexes, `[num_rows]`.
         targets: The rows at those places, `[num_rows]`.
     """
 
     rows: torch.Tensor
     positions: torch.Tensor
-    slots: torch.Tensor
+    slots: Sequence[torch.Tensor]
     places: torch.Tensor
     targets: torch.Tensor
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
@@ -57,7 +61,7 @@ class _Group:
     def mask(self, window: int | None, num_heads: int) -> torch.Tensor:
         """Return what to add to the scores, `[num_tiles, positions x num_heads, num_keys]`: 0 or minus infinity."""
         if window not in self._masks:
-            keys = torch.arange(self.slots.shape[1], device=self.positions.device)
+            keys = torch.arange(self.slots[0].shape[1], device=self.positions.device)
             rows = self.positions[..., None]
             hidden = keys > rows
             if window is not None:
@@ -71,7 +75,7 @@ class _Group:
 class _PreparedBatch:
     """The groups of a step and where its K/V goes."""
 
-    slot_mapping: torch.Tensor
+    slot_mappings: Sequence[torch.Tensor]
     groups: Sequence[_Group]
 
 
@@ -81,24 +85,33 @@ class ReferenceAttention:
     def __init__(
         self,
         spec: KVCacheSpec,
+        layer_groups: Sequence[KVCacheGroup],
         num_heads: int,
         num_blocks: int,
         block_size: int,
         dtype: torch.dtype,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Allocate zeroed pages for `num_blocks` blocks of every layer of `spec`."""
+        """Allocate zeroed pages for `num_blocks` blocks, in as many tensors as the largest of `layer_groups` needs."""
         self._block_size = block_size
         self._num_kv_heads = spec.num_kv_heads
         self._group_heads = num_heads // spec.num_kv_heads
         self._tile_positions = max(1, QUERY_TILE // self._group_heads)
         self._device = torch.device(device)
         pages = (num_blocks, block_size, spec.num_kv_heads, spec.head_dim)
-        self.key_pages = [_zeros(pages, dtype, device) for _ in range(spec.num_layers)]
-        self.value_pages = [_zeros(pages, dtype, device) for _ in range(spec.num_layers)]
+        self.key_pages = [_zeros(pages, dtype, device) for _ in range(num_page_tensors(layer_groups))]
+        self.value_pages = [_zeros(pages, dtype, device) for _ in range(num_page_tensors(layer_groups))]
+        self._places = {
+            layer: (group, pages) for group, kind in enumerate(layer_groups) for pages, layer in enumerate(kind.layers)
+        }
         self._rooms: dict[str, torch.Tensor] = {}
         self._score_size = num_heads * self._tile_positions
         self._key_size = spec.num_kv_heads * spec.head_dim
+
+    def clear_null_block(self) -> None:
+        """See `AttentionBackend.clear_null_block`."""
+        for pages in (*self.key_pages, *self.value_pages):
+            pages[NULL_BLOCK] = 0
 
     def prepare(self, batch: AttentionBatch) -> _PreparedBatch:
         """Cut the step into groups of tiles with about the same number of keys."""
@@ -114,7 +127,7 @@ class ReferenceAttention:
             most_keys = max(request.start + request.num_rows for request in requests)
             step = self._tiles_a_group(most_keys, max(self._score_size, self._key_size))
             groups += [self._group_of_many(requests[i : i + step]) for i in range(0, len(requests), step)]
-        return _PreparedBatch(batch.slot_mapping, groups)
+        return _PreparedBatch(batch.slot_mappings, groups)
 
     def attend(
         self,
@@ -128,43 +141,56 @@ class ReferenceAttention:
         sinks: torch.Tensor | None,
         batch: _PreparedBatch,
     ) -> torch.Tensor:
-        """See `AttentionBackend.attend`.
-
-        Raises:
-            UnsupportedModel: `softcap` or `sinks` is asked for; this backend has neither.
-        """
-        if softcap is not None:
-            raise UnsupportedModel(f"reference attention has no soft cap of the scores (got {softcap})")
-        if sinks is not None:
-            raise UnsupportedModel("reference attention has no attention sinks")
-        keys, values = self.key_pages[layer].flatten(0, 1), self.value_pages[layer].flatten(0, 1)
-        keys.index_copy_(0, batch.slot_mapping, k)
-        values.index_copy_(0, batch.slot_mapping, v)
+        """See `AttentionBackend.attend`."""
+        layer_group, pages = self._places[layer]
+        keys, values = self.key_pages[pages].flatten(0, 1), self.value_pages[pages].flatten(0, 1)
+        keys.index_copy_(0, batch.slot_mappings[layer_group], k)
+        values.index_copy_(0, batch.slot_mappings[layer_group], v)
         attended = torch.empty_like(q)
         for group in batch.groups:
-            result = self._attend_group(q[group.rows].float() * scale, keys, values, window, group)
+            slots = group.slots[layer_group]
+            gathered = self._gather("keys", keys, slots), self._gather("values", values, slots)
+            mask = group.mask(window, self._group_heads)
+            result = self._attend_group(q[group.rows].float() * scale, *gathered, mask, softcap, sinks)
             attended.index_copy_(0, group.targets, result.index_select(0, group.places).to(q.dtype))
         return attended
 
     def _attend_group(
-        self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int | None, group: _Group
+        self,
+        q: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor,
+        softcap: float | None,
+        sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attend with `q [num_tiles, positions, num_heads, head_dim]`; returns `[places, num_heads, head_dim]`."""
+        """Attend with `q [num_tiles, positions, num_heads, head_dim]`; returns `[places, num_heads, head_dim]`.
+
+        Args:
+            q: Scaled queries.
+            key: `[num_tiles or 1, num_keys, num_kv_heads, head_dim]`.
+            value: Like `key`.
+            mask: See `_Group.mask`.
+            softcap: See `AttentionBackend.attend`.
+            sinks: See `AttentionBackend.attend`.
+        """
         num_tiles, num_positions, num_heads, head_dim = q.shape
         split = (num_tiles, num_positions, self._num_kv_heads, self._group_heads, head_dim)
         tile_rows = num_positions * self._group_heads
         q = q.view(split).permute(2, 0, 1, 3, 4).reshape(self._num_kv_heads, num_tiles, tile_rows, head_dim)
-        num_keys = group.slots.shape[1]
+        num_keys = key.shape[1]
         key_tiles = [slice(first, first + KEY_TILE) for first in range(0, num_keys, KEY_TILE)]
-        key, value = self._gather("keys", keys, group.slots), self._gather("values", values, group.slots)
 
         scores = self._room("scores", (self._num_kv_heads, num_tiles, tile_rows, num_keys))
         for head in range(self._num_kv_heads):
             for tile in key_tiles:
                 transposed = key[:, tile, head].transpose(1, 2).expand(num_tiles, head_dim, KEY_TILE)
                 scores[head, :, :, tile] = torch.bmm(q[head], transposed)
-        scores += group.mask(window, self._group_heads)
-        weights = torch.softmax(scores, dim=-1)
+        if softcap is not None:
+            for part in torch.split(scores.view(-1), CAP_PART):
+                part.div_(softcap).tanh_().mul_(softcap)
+        scores += mask
+        weights = self._softmax(scores, sinks, num_positions)
         result = torch.zeros_like(q)
         for head in range(self._num_kv_heads):
             for tile in key_tiles:
@@ -172,6 +198,15 @@ class ReferenceAttention:
                 result[head].baddbmm_(weights[head, :, :, tile], shared)
         result = result.view(self._num_kv_heads, num_tiles, num_positions, self._group_heads, head_dim)
         return result.permute(1, 2, 0, 3, 4).reshape(num_tiles * num_positions, num_heads, head_dim)
+
+    def _softmax(self, scores: torch.Tensor, sinks: torch.Tensor | None, num_positions: int) -> torch.Tensor:
+        """Return the softmax over the keys, of the shape of `scores [num_kv_heads, num_tiles, tile_rows, num_keys]`."""
+        if sinks is None:
+            return torch.softmax(scores, dim=-1)
+        tile = scores.new_full((*scores.shape[:-1], KEY_TILE), -torch.inf)
+        by_position = tile[..., 0].view(self._num_kv_heads, -1, num_positions, self._group_heads)
+        by_position.copy_(sinks.view(self._num_kv_heads, 1, 1, self._group_heads))
+        return torch.softmax(torch.cat((tile, scores), dim=-1), dim=-1)[..., KEY_TILE:]
 
     def _gather(self, name: str, pages: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
         """Return what lies at `slots [n, num_keys]`, float32 `[n, num_keys, num_kv_heads, head_dim]`.
@@ -200,7 +235,7 @@ class ReferenceAttention:
         step = self._tile_positions * self._tiles_a_group(request.start + request.num_rows, self._score_size)
         for first in range(0, request.num_rows, step):
             num_rows = min(step, request.num_rows - first)
-            part = RequestRows(request.first_row + first, num_rows, request.start + first, request.block_table)
+            part = RequestRows(request.first_row + first, num_rows, request.start + first, request.block_tables)
             offsets = np.arange(-(-num_rows // self._tile_positions) * self._tile_positions)
             yield self._group(offsets.reshape(-1, self._tile_positions), num_rows, [part])
 
@@ -221,16 +256,19 @@ class ReferenceAttention:
         return _Group(
             rows=self._to_device(rows),
             positions=self._to_device(starts + offsets),
-            slots=self._to_device(np.stack([self._slots(request, num_keys) for request in requests])),
+            slots=[
+                self._to_device(np.stack([self._slots(request, index, num_keys) for request in requests]))
+                for index in range(len(requests[0].block_tables))
+            ],
             places=self._to_device(places),
             targets=self._to_device(rows.reshape(-1)[places]),
         )
 
-    def _slots(self, request: RequestRows, num_keys: int) -> np.ndarray:
+    def _slots(self, request: RequestRows, layer_group: int, num_keys: int) -> np.ndarray:
         """Slots of positions 0 to `num_keys`; those the request has not reached point into the null block."""
         slots = np.full(num_keys, NULL_BLOCK * self._block_size, dtype=np.int64)
         positions = np.arange(request.start + request.num_rows)
-        blocks = request.block_table[positions // self._block_size].astype(np.int64)
+        blocks = request.block_tables[layer_group][positions // self._block_size].astype(np.int64)
         slots[: len(positions)] = blocks * self._block_size + positions % self._block_size
         return slots
 

@@ -1,7 +1,8 @@
 """The executor: whatever runs a plan. One contract for a thread, processes, nodes and the null model.
 
-A step has two halves, so that grammar masks can be computed while the forward runs: `execute` launches the forward
-and returns at once; `Execution.result` gives the masks and waits for sampling. Plans are run in the order given.
+A step has two halves, so that grammar masks can be computed while the forward runs: `execute` launches the forward and
+`Execution.sample` gives the masks; both return at once, and `Execution.result` waits. Plans are run in the order given,
+each sampled before the next is executed: a later plan may need its tokens.
 """
 
 from __future__ import annotations
@@ -19,8 +20,15 @@ Progress = Callable[[str, int, int], None]
 class Execution(Protocol):
     """A plan that was launched."""
 
-    async def result(self, grammar_masks: GrammarMasks | None = None) -> ModelRunnerOutput:
-        """Give the masks of the plan's `grammar_rows` and wait for the step's end.
+    def sample(self, grammar_masks: GrammarMasks | None) -> None:
+        """Give the masks of the plan's `grammar_rows`, None where it has none, and return at once.
+
+        To be called once, before another plan is launched.
+        """
+        ...
+
+    async def result(self) -> ModelRunnerOutput:
+        """Wait for the step's end.
 
         A step cannot be cancelled: the wait is shielded, a cancellation is seen at the next checkpoint.
 
@@ -68,5 +76,5 @@ class Runner(Protocol):
         ...
 
     def sample(self, grammar_masks: GrammarMasks | None = None) -> ModelRunnerOutput:
-        """Sample for the oldest plan executed and not yet sampled."""
+        """Sample for the plan executed last; to be called before the next is executed."""
         ...

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import trio
@@ -14,7 +14,7 @@ from engine.outputs import Capacity, GrammarMasks, ModelRunnerOutput, SchedulerO
 from transport.worker import Job, Worker, WorkerLost
 
 T = TypeVar("T")
-SampleAfter = Callable[[Job[None], GrammarMasks | None], Awaitable[ModelRunnerOutput]]
+SubmitSampling = Callable[[GrammarMasks | None], Job[ModelRunnerOutput]]
 
 
 class InlineExecutor:
@@ -28,7 +28,6 @@ class InlineExecutor:
         self._make_runner = make_runner
         self._worker = Worker(name)
         self._runner: Runner | None = None
-        self._num_unsampled = 0
 
     async def start(self, config: EngineConfig, progress: Progress) -> Capacity:
         """Start the thread and the runner on it; `progress` is called in the Trio thread and must not raise.
@@ -57,12 +56,11 @@ class InlineExecutor:
     def execute(self, plan: SchedulerOutput) -> InlineExecution:
         """Queue `plan` and return at once.
 
-        Forward and sampling are one job, unless this plan or one before it waits for its masks: then sampling is
-        queued by `InlineExecution.result`, which is to be awaited in the order of the plans.
+        Forward and sampling are one job, unless the plan has rows that wait for their masks.
         """
-        if plan.grammar_rows or self._num_unsampled:
-            self._num_unsampled += 1
-            return InlineExecution(self._worker.submit(self._execute, plan), self._sample_after)
+        if plan.grammar_rows:
+            forward = self._worker.submit(self._execute, plan)
+            return InlineExecution(forward, lambda masks: self._worker.submit(self._sample, masks))
         return InlineExecution(self._worker.submit(self._execute_and_sample, plan))
 
     async def call(self, verb: Any) -> Any:
@@ -77,15 +75,6 @@ class InlineExecutor:
         """End the thread after the jobs given so far and drop the runner; idempotent, shielded."""
         await self._worker.aclose()
         self._runner = None
-
-    async def _sample_after(self, forward: Job[None], masks: GrammarMasks | None) -> ModelRunnerOutput:
-        """Sample the plan of `forward`; where that failed, nothing is sampled, for the runner holds no such plan."""
-        try:
-            await _result_of(forward)
-            sampling = self._worker.submit(self._sample, masks)
-        finally:
-            self._num_unsampled -= 1
-        return await _result_of(sampling)
 
     def _start(self, progress: Progress) -> Capacity:
         runner = self._make_runner()
@@ -109,16 +98,21 @@ class InlineExecutor:
 class InlineExecution:
     """A plan given to an `InlineExecutor`; made by `execute`."""
 
-    def __init__(self, job: Job[Any], sample_after: SampleAfter | None = None) -> None:
-        """Follow `job`: the whole step, or only its forward when `sample_after` is given."""
-        self._job = job
-        self._sample_after = sample_after
+    def __init__(self, job: Job[Any], submit_sampling: SubmitSampling | None = None) -> None:
+        """Follow `job`: the whole step, or only its forward where sampling is submitted apart."""
+        self._jobs: list[Job[Any]] = [job]
+        self._submit_sampling = submit_sampling
 
-    async def result(self, grammar_masks: GrammarMasks | None = None) -> ModelRunnerOutput:
+    def sample(self, grammar_masks: GrammarMasks | None) -> None:
+        """See `Execution.sample`."""
+        if self._submit_sampling is not None:
+            self._jobs.append(self._submit_sampling(grammar_masks))
+
+    async def result(self) -> ModelRunnerOutput:
         """See `Execution.result`; call it once."""
-        if self._sample_after is not None:
-            return await self._sample_after(self._job, grammar_masks)
-        output: ModelRunnerOutput = await _result_of(self._job)
+        output: ModelRunnerOutput
+        for job in self._jobs:
+            output = await _result_of(job)
         return output
 
 

@@ -19,7 +19,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -59,14 +58,6 @@ _Numbers = npt.NDArray[np.uint64]
 _Slots = npt.NDArray[np.int64]
 
 
-class _Executed(NamedTuple):
-    """A plan whose forward has run, for each row the state that gives its token, and the result if it is sampled."""
-
-    plan: SchedulerOutput
-    states: list[int]
-    output: ModelRunnerOutput | None
-
-
 class NullModelRunner:
     """Runs plans on the integer model; the same seam as `engine.model_runner.ModelRunner`."""
 
@@ -76,7 +67,7 @@ class NullModelRunner:
         self.windows = windows
         self._spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=1, item_size_bytes=4, windows=windows)
         self._max_concurrent_plans = max_concurrent_plans
-        self._executed: deque[_Executed] = deque()
+        self._executed: deque[tuple[SchedulerOutput, list[int]]] = deque()
         self._sampled: dict[RequestId, dict[int, int]] = {}
 
     def start(self, progress: Progress) -> Capacity:
@@ -125,8 +116,7 @@ class NullModelRunner:
     def execute(self, plan: SchedulerOutput) -> None:
         """Run one step: drop what ended, then layer by layer write all rows' K/V before any is read.
 
-        Plans come in order. Without grammar rows sampling follows at once, so that a later plan's late tokens are
-        known when its turn comes; no row is late whose request has a grammar.
+        Plans come in order, each sampled before the next is executed that needs its tokens late.
         """
         if plan.requests and self._config.null_step_ms:
             time.sleep(self._config.null_step_ms / 1000)  # the simulated device, on the executor's own thread
@@ -140,8 +130,7 @@ class NullModelRunner:
         states = [
             int(self._attend(1, len(slots_1) - 1, slots_1)[0]) if row.samples else 0 for row, (_, slots_1) in rows
         ]
-        output = None if plan.grammar_rows else self._draw(plan, states, {})
-        self._executed.append(_Executed(plan, states, output))
+        self._executed.append((plan, states))
 
     def sample(self, grammar_masks: GrammarMasks | None = None) -> ModelRunnerOutput:
         """Return the result of the oldest executed plan not yet sampled.
@@ -149,9 +138,7 @@ class NullModelRunner:
         Args:
             grammar_masks: For the plan's `grammar_rows`, in that order; a row whose mask allows nothing fails alone.
         """
-        plan, states, output = self._executed.popleft()
-        if output is not None:
-            return output
+        plan, states = self._executed.popleft()
         masks = () if grammar_masks is None else grammar_masks
         return self._draw(plan, states, dict(zip(plan.grammar_rows, map(allowed_tokens, masks), strict=True)))
 

@@ -156,7 +156,7 @@ class KVCacheManager:
         lacks_tokens = max_new is not None and shortage.num_new > max_new
         if not (lacks_blocks or lacks_tokens):
             return False
-        return shortage.next_hash is None or self.prefix_cache.find(shortage.next_hash) is None
+        return shortage.next_block is None or self.prefix_cache.find(*shortage.next_block) is None
 
     def has_room(self, request: Request, match: Match, num_reserved: int = 0, max_new: int | None = None) -> bool:
         """Whether `request` can start behind `match`: all its tokens must fit in what is free.
@@ -176,7 +176,7 @@ class KVCacheManager:
                 num_needed -= sum(self.pool.num_references(block) > 0 for block in blocks)
         num_new = request.num_tokens - match.num_tokens
         has_room = num_needed + num_reserved <= self.num_available_blocks and (max_new is None or num_new <= max_new)
-        request.shortage = None if has_room else Shortage(num_needed, num_new, self._next_hash(request, match))
+        request.shortage = None if has_room else Shortage(num_needed, num_new, self._next_block(request, match))
         return has_room
 
     def num_missing_blocks(self, request: Request, num_reserved: int) -> int:
@@ -194,10 +194,16 @@ class KVCacheManager:
             self.pool.share(blocks)
         self._measure(tables)
 
-    def _next_hash(self, request: Request, match: Match) -> bytes | None:
+    def _next_block(self, request: Request, match: Match) -> tuple[bytes, int] | None:
         index = match.num_tokens // self.block_size
         max_blocks = (request.num_tokens - 1) // self.block_size
-        return request.block_hashes[index] if index < min(max_blocks, len(request.block_hashes)) else None
+        if index >= min(max_blocks, len(request.block_hashes)):
+            return None
+        block_hash = request.block_hashes[index]
+        groups = range(len(self._groups))
+        return next(
+            ((block_hash, group) for group in groups if self.prefix_cache.find(block_hash, group) is None), None
+        )
 
     # A request goes on
 

@@ -145,7 +145,8 @@ class PrefixCache:
             assert twins, "an empty list of twins is kept"
             assert key in self._block_of, f"twins {twins} of a hash that no block is hit under"
             assert all(self._key_of[block] == key for block in twins), f"one of {twins} has another hash"
-            num_entries += len({*twins} - {self._block_of[key]})
+            assert len({self._block_of[key], *twins}) == 1 + len(twins), f"one of {twins} is entered twice"
+            num_entries += len(twins)
         num_keyed = len(self._key_of) - self._key_of.count(None)
         assert num_entries == num_keyed, f"{num_entries} entries for {num_keyed} blocks with a hash"
 

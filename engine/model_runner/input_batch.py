@@ -65,26 +65,29 @@ class LateTokens:
 
 
 def flatten(plan: SchedulerOutput, late_tokens: LateTokens, block_size: int) -> InputBatch:
-    """Lay out a plan with at least one row; late tokens are taken from `late_tokens`.
+    """Lay out a plan with at least one row, for as many groups of layers as each row has block tables.
+
+    Late tokens are taken from `late_tokens`.
 
     Raises:
         LookupError: A late token is not known.
     """
-    token_ids, positions, slots, rows = [], [], [], []
+    token_ids, positions, rows = [], [], []
+    slots: list[list[np.ndarray]] = [[] for _ in plan.requests[0].block_tables]
     first_row = 0
     for request in plan.requests:
         span = np.arange(request.start, request.start + request.num_tokens)
-        block_table = request.block_tables[0]
         token_ids.append(_inputs(request, late_tokens, plan.step))
         positions.append(span)
-        slots.append(block_table[span // block_size].astype(np.int64) * block_size + span % block_size)
-        rows.append(RequestRows(first_row, request.num_tokens, request.start, block_table))
+        for group, block_table in zip(slots, request.block_tables, strict=True):
+            group.append(block_table[span // block_size].astype(np.int64) * block_size + span % block_size)
+        rows.append(RequestRows(first_row, request.num_tokens, request.start, request.block_tables))
         first_row += request.num_tokens
     sampled = [i for i, request in enumerate(plan.requests) if request.samples]
     return InputBatch(
         token_ids=torch.from_numpy(np.concatenate(token_ids).astype(np.int64)),
         positions=torch.from_numpy(np.concatenate(positions)),
-        attention=AttentionBatch(torch.from_numpy(np.concatenate(slots)), rows),
+        attention=AttentionBatch([torch.from_numpy(np.concatenate(group)) for group in slots], rows),
         sampled=sampled,
         last_rows=torch.tensor([rows[i].first_row + rows[i].num_rows - 1 for i in sampled], dtype=torch.int64),
         sampling=[_sampling_row(plan.requests[i]) for i in sampled],

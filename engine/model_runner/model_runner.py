@@ -85,13 +85,16 @@ class ModelRunner:
         progress("kv_specs", 0, 1)
         spec = _kv_cache_spec(shape, dtype)
         progress("profile", 0, 1)
-        num_blocks = choose_num_kv_blocks(spec, self._config, max_model_len, available_memory_bytes())
+        groups = spec.groups(max_model_len)
+        num_blocks = choose_num_kv_blocks(
+            spec, self._config, max_model_len, available_memory_bytes(), max_concurrent_plans=MAX_CONCURRENT_PLANS
+        )
         progress("kv_pages", 0, 1)
         block_size = self._config.block_size
-        self.attention = ReferenceAttention(spec, shape.num_heads, num_blocks, block_size, dtype)
+        self.attention = ReferenceAttention(spec, groups, shape.num_heads, num_blocks, block_size, dtype)
         self._model.use_attention(self.attention)
         progress("warm_up", 0, 1)
-        self._warm_up(max_model_len)
+        self._warm_up(max_model_len, len(groups))
         progress("warm_up", 1, 1)
         return Capacity(
             num_kv_blocks=num_blocks,
@@ -100,6 +103,7 @@ class ModelRunner:
             vocab_size=shape.vocab_size,
             model_digest=model_digest(self._folder),
             max_concurrent_plans=MAX_CONCURRENT_PLANS,
+            kv_cache_groups=groups,
         )
 
     @torch.inference_mode()
@@ -154,7 +158,7 @@ class ModelRunner:
         timings |= {"logits": scored - began, "sample": time.perf_counter() - scored}
         return samples
 
-    def _warm_up(self, max_model_len: int) -> None:
+    def _warm_up(self, max_model_len: int, num_groups: int) -> None:
         """Run one step on the null block, so that the first request finds thread pools and kernels ready."""
         num_tokens = min(max_model_len - 1, self._config.max_num_batched_tokens, self._config.block_size)
         blocks = num_blocks_for(num_tokens, self._config.block_size)
@@ -163,12 +167,13 @@ class ModelRunner:
             tokens=np.zeros(num_tokens, dtype=np.int32),
             start=0,
             num_tokens=num_tokens,
-            block_tables=(np.full(blocks, NULL_BLOCK, dtype=np.int32),),
+            block_tables=(np.full(blocks, NULL_BLOCK, dtype=np.int32),) * num_groups,
             samples=True,
             sampling_params=SamplingParams(seed=0),
         )
         self.execute(SchedulerOutput(step=0, requests=(request,), num_tokens=num_tokens))
         self.sample()
+        self.attention.clear_null_block()
 
 
 def _kv_cache_spec(shape: ModelShape, dtype: torch.dtype) -> KVCacheSpec:
@@ -177,6 +182,7 @@ def _kv_cache_spec(shape: ModelShape, dtype: torch.dtype) -> KVCacheSpec:
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         item_size_bytes=dtype.itemsize,
+        windows=shape.windows,
     )
 
 

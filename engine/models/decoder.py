@@ -1,12 +1,12 @@
 """One decoder for the families that differ from llama by traits: embedding, layers, final norm, head.
 
 A step's rows, of whatever requests, go through the layers as tiles of `ROW_TILE` rows (see `linear`); only attention
-sees all rows at once::
+sees all rows at once, and experts gather rows of all tiles into tiles of their own (see `mlp`)::
 
     token_ids [T] → tiles [16, dim] ─┬─ norm → qkv → rotary ─┐
                                      │                  attend [T, heads, head_dim]   (backend, writes K/V pages)
                                      └── + ← output ─────────┘
-                                       + ← down ← silu(gate) · up ← norm
+                                       + ← MLP ← norm
 
 So the value of a row depends on its request alone, bit for bit. Weights arrive through `destinations`: views into the
 fused weights under the names that Hugging Face checkpoints use.
@@ -14,6 +14,7 @@ fused weights under the names that Hugging Face checkpoints use.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,24 +22,42 @@ import torch.nn.functional as F
 
 from engine.attention.base import AttentionBackend
 from engine.models.decoder_config import DecoderConfig
-from engine.models.linear import Linear, pad_rows, tiles_of
+from engine.models.linear import Linear, joined, pad_rows, tiles_of
+from engine.models.mlp import DenseMlp, Experts
 from engine.models.rotary import RotaryEmbedding, rotate
 
-PARALLEL_GRAIN = 32768
-"""Elements from which on torch splits an elementwise operation over threads, in the middle of rows."""
+NORM_NAMES = {
+    "before": ("input_layernorm", None, "post_attention_layernorm", None),
+    "after": (None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    "around": (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
+"""A layer's norms before and after attention, before and after the MLP, for each `DecoderTraits.norm_places`."""
+Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class Decoder:
     """A causal language model; call `destinations`, fill, `pack`, `use_attention`, then `forward` and `logits`."""
 
     def __init__(self, config: DecoderConfig, max_model_len: int, dtype: torch.dtype) -> None:
-        """Allocate uninitialised weights of `dtype` and the rotary table of `max_model_len` positions."""
+        """Allocate uninitialised weights of `dtype` and the rotary tables of `max_model_len` positions.
+
+        Raises:
+            UnsupportedModel: A rotary embedding cannot be had for so many positions.
+        """
         self.config = config
         self._embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
-        self._layers = [_Layer(config, dtype) for _ in range(config.num_layers)]
-        self._norm = _RmsNorm(config.hidden_size, config.norm_eps, dtype)
+        self._embedding_scale = config.embedding_multiplier
+        if config.traits.scales_embedding:
+            self._embedding_scale *= torch.tensor(config.hidden_size**0.5, dtype=dtype).item()
+        self._layers = [_Layer(config, index, dtype) for index in range(config.num_layers)]
+        self._norm = _Norm(config.hidden_size, config, dtype)
         self._head = Linear(self._embedding if config.ties_embeddings else torch.empty_like(self._embedding))
-        self._rotary = RotaryEmbedding(config.rope, config.head_dim, max_model_len, dtype)
+        self._rotaries = {rope: RotaryEmbedding(rope, max_model_len, dtype) for rope in set(config.ropes) if rope}
         self._attention: AttentionBackend | None = None
 
     def destinations(self) -> dict[str, torch.Tensor]:
@@ -54,6 +73,7 @@ class Decoder:
         """Bring the filled weights into the order the products want; call once."""
         for layer in self._layers:
             layer.pack()
+        self._norm.pack()
         self._head.pack()
 
     def use_attention(self, backend: AttentionBackend) -> None:
@@ -73,111 +93,133 @@ class Decoder:
         """
         assert self._attention is not None
         config, num_rows = self.config, len(token_ids)
-        cos, sin = (tiles_of(part) for part in self._rotary.at(pad_rows(positions)))
-        tiles = list(tiles_of(F.embedding(pad_rows(token_ids), self._embedding)))
+        tiles: Sequence[torch.Tensor] = tiles_of(self._embed(pad_rows(token_ids)))
+        rotations = self._rotations(pad_rows(positions), len(tiles))
         sizes = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
-        scale = config.head_dim**-0.5
+        scale, softcap = config.attention_scale, config.attention_softcap
         for index, layer in enumerate(self._layers):
-            heads = [layer.project(*tile) for tile in zip(tiles, cos, sin, strict=True)]
-            q, k, v = torch.split(_joined(heads)[:num_rows], sizes, dim=1)
-            attended = self._attention.attend(index, q, k, v, scale, config.windows[index], None, None, batch)
-            attended = pad_rows(attended.flatten(1))
-            tiles = [layer.combine(*tile) for tile in zip(tiles, tiles_of(attended), strict=True)]
-        return _joined([self._norm(tile) for tile in tiles])[:num_rows]
+            rotation = rotations[config.ropes[index]]
+            heads = [layer.project(*tile) for tile in zip(tiles, rotation, strict=True)]
+            q, k, v = torch.split(joined(heads)[:num_rows], sizes, dim=1)
+            attended = self._attention.attend(index, q, k, v, scale, config.windows[index], softcap, None, batch)
+            tiles = layer.combine(tiles, tiles_of(pad_rows(attended.flatten(1))), num_rows)
+        return joined([self._norm(tile) for tile in tiles])[:num_rows]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the scores of all tokens, float32 `[n, vocab_size]`, of rows that `forward` gave, n at least 1."""
         tiles = [self._head(tile) for tile in tiles_of(pad_rows(hidden))]
-        return _joined(tiles)[: len(hidden)].float()
+        logits = joined(tiles)[: len(hidden)].float() / self.config.logits_divisor
+        cap = self.config.logits_softcap
+        if cap is None:
+            return logits
+        return torch.stack([torch.tanh(row / cap) * cap for row in logits])  # alone, for the reason of `mlp.gated`
+
+    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        embedded = F.embedding(token_ids, self._embedding)
+        return embedded if self._embedding_scale == 1 else embedded * self._embedding_scale
+
+    def _rotations(self, positions: torch.Tensor, num_tiles: int) -> dict[Any, Sequence[Rotation | None]]:
+        """Return for each way to rotate what each tile is rotated by; nothing for the key None."""
+        rotations: dict[Any, Sequence[Rotation | None]] = {None: [None] * num_tiles}
+        for rope, rotary in self._rotaries.items():
+            cos, sin = rotary.at(positions)
+            rotations[rope] = list(zip(tiles_of(cos), tiles_of(sin), strict=True))
+        return rotations
 
 
 class _Layer:
-    """Attention and MLP, each behind a norm and added to what came in."""
+    """Attention and MLP, each with its norms and added to what came in."""
 
-    def __init__(self, config: DecoderConfig, dtype: torch.dtype) -> None:
-        self._config = config
-        hidden, inner = config.hidden_size, config.intermediate_size
-        self._sizes = (config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim)
-        num_outputs = self._sizes[0] + 2 * self._sizes[1]
-        self._input_norm = _RmsNorm(hidden, config.norm_eps, dtype)
-        self._qkv = Linear.empty(hidden, num_outputs, bias=config.has_qkv_bias, dtype=dtype)
-        self._output = Linear.empty(self._sizes[0], hidden, bias=config.has_output_bias, dtype=dtype)
-        self._mlp_norm = _RmsNorm(hidden, config.norm_eps, dtype)
-        self._gate_up = Linear.empty(hidden, 2 * inner, bias=config.has_mlp_bias, dtype=dtype)
-        self._down = Linear.empty(inner, hidden, bias=config.has_mlp_bias, dtype=dtype)
-        self._query_norm: _RmsNorm | None = None
-        self._key_norm: _RmsNorm | None = None
-        if config.has_qk_norm:
-            self._query_norm = _RmsNorm(config.head_dim, config.norm_eps, dtype)
-            self._key_norm = _RmsNorm(config.head_dim, config.norm_eps, dtype)
+    def __init__(self, config: DecoderConfig, index: int, dtype: torch.dtype) -> None:
+        self._config, traits = config, config.traits
+        hidden, experts = config.hidden_size, config.experts[index]
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self._sizes = [queries, keys, keys]
+        self._qkv = Linear.empty(hidden, sum(self._sizes), bias=config.has_qkv_bias, dtype=dtype)
+        self._output = Linear.empty(queries, hidden, bias=config.has_output_bias, dtype=dtype)
+        self._mlp: DenseMlp | Experts
+        if experts is not None and traits.experts is not None:
+            self._mlp = Experts(experts, traits.experts, hidden, config.activation, dtype)
+        else:
+            self._mlp = DenseMlp(
+                hidden,
+                config.intermediate_size,
+                config.activation,
+                bias=config.has_mlp_bias,
+                fused=traits.fuses_tensors,
+                dtype=dtype,
+            )
+        self._norms = {name: _Norm(hidden, config, dtype) for name in NORM_NAMES[traits.norm_places] if name}
+        self._head_norms: dict[str, _Norm] = {}
+        if traits.qk_norm != "none":
+            widths = (queries, keys) if traits.qk_norm == "width" else (config.head_dim, config.head_dim)
+            self._head_norms = {
+                name: _Norm(width, config, dtype) for name, width in zip(("q_norm", "k_norm"), widths, strict=True)
+            }
 
     def destinations(self) -> dict[str, torch.Tensor]:
-        tensors = {
-            "input_layernorm.weight": self._input_norm.weight,
-            "post_attention_layernorm.weight": self._mlp_norm.weight,
-        }
-        if self._query_norm is not None and self._key_norm is not None:
-            tensors["self_attn.q_norm.weight"] = self._query_norm.weight
-            tensors["self_attn.k_norm.weight"] = self._key_norm.weight
-        queries, keys = self._sizes
-        inner = self._config.intermediate_size
-        fused = (
-            (self._qkv, (("self_attn.q_proj", queries), ("self_attn.k_proj", keys), ("self_attn.v_proj", keys))),
-            (self._output, (("self_attn.o_proj", self._config.hidden_size),)),
-            (self._gate_up, (("mlp.gate_proj", inner), ("mlp.up_proj", inner))),
-            (self._down, (("mlp.down_proj", self._config.hidden_size),)),
-        )
-        for linear, parts in fused:
-            names, sizes = zip(*parts, strict=True)
-            for kind, tensor in (("weight", linear.weight), ("bias", linear.bias)):
-                if tensor is not None:
-                    views = torch.split(tensor, list(sizes))
-                    tensors |= {f"{name}.{kind}": view for name, view in zip(names, views, strict=True)}
-        return tensors
+        tensors = {f"{name}.weight": norm.weight for name, norm in self._norms.items()}
+        tensors |= {f"self_attn.{name}.weight": norm.weight for name, norm in self._head_norms.items()}
+        if self._config.traits.fuses_tensors:
+            tensors |= self._qkv.parts(["self_attn.qkv_proj"])
+        else:
+            tensors |= self._qkv.parts([f"self_attn.{letter}_proj" for letter in "qkv"], self._sizes)
+        return tensors | self._output.parts(["self_attn.o_proj"]) | self._mlp.destinations()
 
     def pack(self) -> None:
-        for linear in (self._qkv, self._output, self._gate_up, self._down):
-            linear.pack()
+        for part in (self._qkv, self._output, self._mlp, *self._norms.values(), *self._head_norms.values()):
+            part.pack()
 
-    def project(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def project(self, hidden: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
         """Return a tile's queries, keys (both rotated) and values, `[ROW_TILE, heads + 2 · K/V heads, head_dim]`."""
         config = self._config
-        heads = self._qkv(self._input_norm(hidden)).view(len(hidden), -1, config.head_dim)
+        qkv = self._qkv(self._normalized(0, hidden))
+        if self._head_norms:
+            queries, keys, values = torch.split(qkv, self._sizes, dim=-1)
+            qkv = torch.cat((self._head_norms["q_norm"](queries), self._head_norms["k_norm"](keys), values), dim=-1)
+        heads = qkv.view(len(hidden), -1, config.head_dim)
+        if rotation is None:
+            return heads
         rotated, values = torch.split(heads, [config.num_heads + config.num_kv_heads, config.num_kv_heads], dim=1)
-        if self._query_norm is not None and self._key_norm is not None:
-            queries, keys = torch.split(rotated, [config.num_heads, config.num_kv_heads], dim=1)
-            rotated = torch.cat((self._query_norm(queries), self._key_norm(keys)), dim=1)
-        return torch.cat((rotate(rotated, cos, sin), values), dim=1)
+        return torch.cat((rotate(rotated, *rotation), values), dim=1)
 
-    def combine(self, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        """Add attention's output and the MLP's to a tile, `[ROW_TILE, hidden_size]`."""
-        hidden = hidden + self._output(attended)
-        return hidden + self._down(_silu_times(self._gate_up(self._mlp_norm(hidden))))
+    def combine(
+        self, tiles: Sequence[torch.Tensor], attended: Sequence[torch.Tensor], num_rows: int
+    ) -> list[torch.Tensor]:
+        """Add attention's output and the MLP's to tiles `[ROW_TILE, hidden_size]`; `num_rows` rows of them count."""
+        tiles = self._added(tiles, 1, [self._output(tile) for tile in attended])
+        return self._added(tiles, 3, self._mlp([self._normalized(2, tile) for tile in tiles], num_rows))
+
+    def _added(self, tiles: Sequence[torch.Tensor], place: int, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        outputs = [self._normalized(place, output) for output in outputs]
+        if self._config.residual_multiplier != 1:
+            outputs = [output * self._config.residual_multiplier for output in outputs]
+        return [tile + output for tile, output in zip(tiles, outputs, strict=True)]
+
+    def _normalized(self, place: int, tile: torch.Tensor) -> torch.Tensor:
+        name = NORM_NAMES[self._config.traits.norm_places][place]
+        return self._norms[name](tile) if name else tile
 
 
-class _RmsNorm:
-    """Divide each row by its root mean square (computed in float32), times a weight."""
+class _Norm:
+    """Divide groups of numbers by their root mean square (computed in float32), times a weight.
 
-    def __init__(self, size: int, eps: float, dtype: torch.dtype) -> None:
+    A row may hold several groups of the weight's size, as queries hold heads.
+    """
+
+    def __init__(self, size: int, config: DecoderConfig, dtype: torch.dtype) -> None:
         self.weight = torch.empty(size, dtype=dtype)
-        self._eps = eps
+        self._kind = config.traits.norm
+        self._eps = config.norm_eps
+
+    def pack(self) -> None:
+        """Make of the filled weight what to multiply by; call once."""
+        if self._kind == "unit_offset":
+            self.weight = 1 + self.weight.float()
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        wide = rows.float()
+        wide = rows.float().view(*rows.shape[:-1], -1, len(self.weight))
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
-        return self.weight * wide.to(rows.dtype)
-
-
-def _silu_times(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) · up of `[n, 2 · inner]`.
-
-    A thread's share that ends inside a row gives its last elements to a scalar exponential, which rounds otherwise
-    than the vector one: so a few rows at a time, too few to be shared.
-    """
-    gate, up = gate_up.chunk(2, dim=-1)
-    num_rows = max(1, (PARALLEL_GRAIN - 1) // gate.shape[-1])
-    return _joined([F.silu(part) for part in torch.split(gate, num_rows)]) * up
-
-
-def _joined(tiles: list[torch.Tensor]) -> torch.Tensor:
-    return tiles[0] if len(tiles) == 1 else torch.cat(tiles)
+        if self._kind == "narrow":
+            return (self.weight * wide.to(rows.dtype)).view_as(rows)
+        return (self.weight * wide).to(rows.dtype).view_as(rows)

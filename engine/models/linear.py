@@ -9,6 +9,8 @@ as the tests check at the model's shapes, on its place in the tile.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -30,6 +32,22 @@ class Linear:
         """Allocate uninitialised parameters of `dtype`."""
         weight = torch.empty(out_features, in_features, dtype=dtype)
         return cls(weight, torch.empty(out_features, dtype=dtype) if bias else None)
+
+    def parts(self, names: Iterable[str], sizes: Sequence[int] | None = None) -> dict[str, torch.Tensor]:
+        """Name the outputs' parts as a checkpoint has them: name.weight and name.bias → views to fill, until `pack`.
+
+        Args:
+            names: One a part.
+            sizes: Outputs of each part; None: all are of one size.
+        """
+        names = list(names)
+        sizes = sizes or [len(self.weight) // len(names)] * len(names)
+        tensors: dict[str, torch.Tensor] = {}
+        for kind, tensor in (("weight", self.weight), ("bias", self.bias)):
+            if tensor is not None:
+                views = torch.split(tensor, list(sizes))
+                tensors |= {f"{name}.{kind}": view for name, view in zip(names, views, strict=True)}
+        return tensors
 
     def pack(self) -> None:
         """Replace the weight by the library's own order for `ROW_TILE` rows, once it is filled.
@@ -68,3 +86,8 @@ def pad_rows(rows: torch.Tensor) -> torch.Tensor:
 def tiles_of(rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Split padded rows into views of `ROW_TILE` rows."""
     return torch.split(rows, ROW_TILE)
+
+
+def joined(tiles: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Put tiles together again; a single one is not copied."""
+    return tiles[0] if len(tiles) == 1 else torch.cat(list(tiles))

@@ -1,124 +1,96 @@
 """Rotary position embedding: a table of cosines and sines, and the rotation of heads by it.
 
-Dimension i of a head is paired with dimension i + head_dim / 2, as in Hugging Face checkpoints. The frequencies and
-their scalings (none, linear, llama3) are those of transformers, to the bit in float32.
+Of the dimensions that are rotated, the first half is paired with the second, as in Hugging Face checkpoints; what
+follows them in a head stays. The frequencies are those of transformers, to the bit in float32.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from engine.errors import CheckpointError, UnsupportedModel
+from engine.models.rope_scaling import UNSCALED, RopeScaling, number, read_scaling
 
 DEFAULT_THETA = 10000.0
 
 
 @dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """How the frequencies of longer contexts are stretched.
+class RopeConfig:
+    """How heads are rotated; hashable, for layers that rotate alike share one table.
 
     Attributes:
-        kind: "default" (as trained), "linear" (all by `factor`) or "llama3" (only the slow ones).
-        factor: Divides the frequencies.
-        low_freq_factor: Wavelengths above `original_max_positions` / this are divided by `factor`.
-        high_freq_factor: Wavelengths below `original_max_positions` / this stay; between both is a smooth passage.
-        original_max_positions: The context the model was first trained on, in tokens.
+        dim: Leading dimensions of a head that are rotated, an even number.
+        theta: Base of the frequencies.
+        scaling: How they are stretched.
     """
 
-    kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 1.0
-    original_max_positions: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class RopeConfig:
-    """Base frequency and scaling; read from config.json."""
-
+    dim: int
     theta: float = DEFAULT_THETA
-    scaling: RopeScaling = RopeScaling()
+    scaling: RopeScaling = UNSCALED
 
     @classmethod
-    def of(cls, config: dict[str, Any]) -> RopeConfig:
+    def of(cls, config: dict[str, Any], head_dim: int, parameters: Any = None) -> RopeConfig:
         """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`, of a config.json.
+
+        Args:
+            config: All of it; a `rope_theta` and `partial_rotary_factor` there count where `parameters` has none.
+            head_dim: Dimensions of a head.
+            parameters: To be read instead of the config's own `rope_parameters`.
 
         Raises:
             UnsupportedModel: A scaling, or a part of it, that is not built here, with its value.
             CheckpointError: A number that the scaling needs is missing or not a number.
         """
-        parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        if parameters is None:
+            parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
         if not isinstance(parameters, dict):
             raise CheckpointError(f"config.json: rope_parameters must be an object, got {parameters!r}")
-        kind = parameters.get("rope_type", parameters.get("type", "default"))
-        if kind not in ("default", "linear", "llama3"):
-            raise UnsupportedModel(f"rope scaling {kind!r} is not supported; only default, linear and llama3 are")
-        partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-        if partial != 1.0:
-            raise UnsupportedModel(f"rotary embedding of a part of each head (partial_rotary_factor {partial})")
-        numbers = {"rope_theta": config.get("rope_theta", DEFAULT_THETA), **parameters}
-        theta = _number(numbers, "rope_theta")
-        if kind == "default":
-            return cls(theta)
-        if kind == "linear":
-            return cls(theta, RopeScaling(kind, _number(numbers, "factor")))
-        low, high = _number(numbers, "low_freq_factor"), _number(numbers, "high_freq_factor")
-        original = int(_number(numbers, "original_max_position_embeddings"))
-        if high <= low:
-            raise CheckpointError(f"config.json: high_freq_factor {high:g} must be above low_freq_factor {low:g}")
-        return cls(theta, RopeScaling(kind, _number(numbers, "factor"), low, high, original))
+        for key, value in parameters.items():
+            if isinstance(value, dict) or key == "mrope_section":
+                raise UnsupportedModel(f"rope parameters with {key} {value!r} are not supported by this architecture")
+        numbers = {"rope_theta": config.get("rope_theta", DEFAULT_THETA)} | parameters
+        share = number(parameters, "partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
+        dim = int(head_dim * share)
+        if dim % 2 or not 0 < dim <= head_dim:
+            raise CheckpointError(
+                f"config.json: partial_rotary_factor {share:g} of {head_dim} dimensions is no even number"
+            )
+        return cls(dim, number(numbers, "rope_theta"), read_scaling(parameters, config, dim))
 
 
-def _number(parameters: dict[str, Any], key: str) -> float:
-    value = parameters.get(key)
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise CheckpointError(f"config.json: {key} must be a number above 0, got {value!r}")
-    return float(value)
-
-
-def inverse_frequencies(config: RopeConfig, head_dim: int) -> torch.Tensor:
-    """Return the angle a position adds to each pair of dimensions, float32 `[head_dim / 2]`."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
-    frequencies = 1.0 / config.theta**exponents
-    scaling = config.scaling
-    if scaling.kind == "linear":
-        return frequencies / scaling.factor
-    if scaling.kind == "llama3":
-        return _stretch_slow_frequencies(frequencies, scaling)
-    return frequencies
-
-
-def _stretch_slow_frequencies(frequencies: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
-    wavelengths = 2 * math.pi / frequencies
-    shortest_slow = scaling.original_max_positions / scaling.low_freq_factor
-    longest_fast = scaling.original_max_positions / scaling.high_freq_factor
-    share = scaling.original_max_positions / wavelengths - scaling.low_freq_factor
-    share /= scaling.high_freq_factor - scaling.low_freq_factor
-    between = (1 - share) * frequencies / scaling.factor + share * frequencies
-    stretched = torch.where(wavelengths > shortest_slow, frequencies / scaling.factor, between)
-    return torch.where(wavelengths < longest_fast, frequencies, stretched)
+def inverse_frequencies(config: RopeConfig, max_model_len: int) -> torch.Tensor:
+    """Return the angle a position adds to each pair of dimensions, float32 `[dim / 2]`."""
+    exponents = torch.arange(0, config.dim, 2, dtype=torch.int64).float() / config.dim
+    return config.scaling.frequencies(config.theta**exponents, config.theta, max_model_len)
 
 
 class RotaryEmbedding:
-    """Cosines and sines of all positions, computed once; `[max_positions, 1, head_dim]` each."""
+    """Cosines and sines of all positions, computed once; `[max_positions, dim / 2]` each."""
 
-    def __init__(self, config: RopeConfig, head_dim: int, max_positions: int, dtype: torch.dtype) -> None:
-        """Fill the table for positions below `max_positions`, computed in float32 and kept in `dtype`."""
+    def __init__(self, config: RopeConfig, max_positions: int, dtype: torch.dtype) -> None:
+        """Fill the table for positions below `max_positions`, computed in float32 and kept in `dtype`.
+
+        Raises:
+            UnsupportedModel: The scaling cannot be had for so many positions.
+        """
         positions = torch.arange(max_positions, dtype=torch.float32)
-        angles = positions[:, None] * inverse_frequencies(config, head_dim)
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        self._cos = torch.cat((cos, cos), dim=-1)[:, None]
-        self._sin = torch.cat((-sin, sin), dim=-1)[:, None]
+        angles = positions[:, None] * inverse_frequencies(config, max_positions)
+        self._cos = (angles.cos() * config.scaling.amplitude).to(dtype)
+        self._sin = (angles.sin() * config.scaling.amplitude).to(dtype)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the cosines and signed sines of `positions [n]`, each `[n, 1, head_dim]`."""
-        return self._cos[positions], self._sin[positions]
+        """Return the cosines and signed sines of `positions [n]`, each `[n, 1, dim]`."""
+        cos, sin = self._cos[positions], self._sin[positions]
+        return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotate `heads [n, num_heads, head_dim]` by what `RotaryEmbedding.at` gave for the rows' positions."""
-    return heads * cos + heads.roll(heads.shape[-1] // 2, dims=-1) * sin
+    dim = cos.shape[-1]
+    if dim < heads.shape[-1]:
+        rotated, kept = heads[..., :dim], heads[..., dim:]
+        return torch.cat((rotate(rotated, cos, sin), kept), dim=-1)
+    return heads * cos + heads.roll(dim // 2, dims=-1) * sin

@@ -108,7 +108,11 @@ class Fair(Fcfs):
         _count_down(self._num_running, request.client_key)
 
     def ended(self, request: Request) -> None:
-        """See `Fcfs`."""
+        """See `Fcfs`; who never ran is not charged, unless another of its client was placed behind it meanwhile."""
+        start = request.place[0]
+        is_last = self._next_start[request.client_key] == start + request.max_num_tokens
+        if request.num_cached_tokens is None and is_last:
+            self._next_start[request.client_key] = start
         _count_down(self._num_live, request.client_key)
         if request.client_key not in self._num_live:
             self._next_start.pop(request.client_key, None)

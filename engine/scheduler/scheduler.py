@@ -211,6 +211,9 @@ class Scheduler:
         if failed and request.request_id in failed:
             self._kv_cache.forget(request)
             return request, [], RequestStatus.FINISHED_ERROR, failed[request.request_id]
+        if row.samples and not token_ids:
+            cause = Cause("NothingSampled", "the model runner gave no token and no reason")
+            return request, [], RequestStatus.FINISHED_ERROR, cause
         new_token_ids, status = append_sampled(request, token_ids)
         return request, new_token_ids, status, None
 

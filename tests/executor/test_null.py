@@ -158,10 +158,12 @@ def test_rows_of_one_step_may_share_a_block_that_one_of_them_writes() -> None:
 def test_late_tokens_come_from_the_results_of_uncommitted_steps_until_the_request_ends() -> None:
     runner, _ = start(block_size=4, max_model_len=100)
     table = [1, 2, 3]
-    runner.execute(SchedulerOutput(step=1, requests=(row(PROMPT, 0, 7, table),)))
-    runner.execute(SchedulerOutput(step=2, requests=(row(PROMPT, 7, 1, table, num_late=1),)))
-    runner.execute(SchedulerOutput(step=3, requests=(row(PROMPT, 8, 1, table, num_late=1),)))
-    outputs = [runner.sample() for _ in range(3)]
+    outputs = []
+    for step, planned in enumerate(
+        (row(PROMPT, 0, 7, table), *(row(PROMPT, 7 + i, 1, table, num_late=1) for i in (0, 1)))
+    ):
+        runner.execute(SchedulerOutput(step=1 + step, requests=(planned,)))
+        outputs.append(runner.sample())
     assert [output.step for output in outputs] == [1, 2, 3]
     assert [output.sampled_token_ids[0][0] for output in outputs] == expected_tokens(PROMPT, GREEDY, 3)
     runner.execute(SchedulerOutput(step=4, requests=(), finished_request_ids=(RequestId("r"), RequestId("unknown"))))

@@ -6,7 +6,7 @@ import pytest
 
 from engine.kv_cache.manager import ALL_LAYERS, KVCacheManager
 from engine.kv_cache.spec import NULL_BLOCK
-from engine.outputs import KVCacheGroup, RequestId
+from engine.outputs import BlockId, KVCacheGroup, RequestId
 from engine.protocol import EngineCoreRequest
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -335,3 +335,19 @@ def test_a_block_given_back_before_the_step_that_published_it_ended_stays_cached
     assert manager.retract() == {3, 4}
     assert [manager.prefix_cache.holds(block) for block in (1, 2, 3)] == [True, True, False]
     manager.check_invariants([request])
+
+
+def test_a_hybrid_request_that_lacks_room_is_looked_up_again_only_when_the_group_that_ended_its_hit_has_more() -> None:
+    manager = make_manager(num_blocks=40, block_size=4, groups=(*ALL_LAYERS, window(4)), max_in_flight=64)
+    first = make_request("first", [1] * 16)
+    compute(manager, first)
+    manager.release(first, None)
+    manager.prefix_cache.forget(BlockId(block) for block in range(5, 9))  # all that the window had
+    waiting = make_request("waiting", [1] * 30)
+    assert manager.match(waiting).num_tokens == 0
+    assert not manager.has_room(waiting, manager.match(waiting), num_reserved=30)
+    assert waiting.shortage is not None
+    assert waiting.shortage.next_block == (waiting.block_hashes[0], 1)
+    assert manager.is_short(waiting, 30, None)
+    compute(manager, make_request("other", [1] * 5))
+    assert not manager.is_short(waiting, 30, None)

@@ -212,3 +212,13 @@ def test_entries_never_outnumber_blocks_however_much_comes_and_goes() -> None:
         assert len(cache._block_of) <= 7
         assert len(cache._block_of) + sum(map(len, cache._twins.values())) <= 9
     assert not cache._published
+
+
+@pytest.mark.parametrize("twins", [[5], [6, 6]])
+def test_the_invariants_notice_a_block_that_is_entered_twice(twins: list[int]) -> None:
+    cache = make_cache()
+    for block in (5, 6):
+        hashes = published(cache, make_request([1, 2]), [block])
+    cache._twins[hashes[0]] = [BlockId(block) for block in twins]
+    with pytest.raises(AssertionError, match="is entered twice"):
+        cache.check_invariants()

@@ -12,6 +12,7 @@ import torch
 import transformers
 
 from engine.config import EngineConfig
+from engine.kv_cache.spec import NULL_BLOCK, num_skipped_blocks
 from engine.model_runner.model_runner import ModelRunner
 from engine.outputs import ModelRunnerOutput, RequestId, ScheduledRequest, SchedulerOutput
 from engine.sampling_params import SamplingParams
@@ -58,12 +59,15 @@ class Driver:
         self.num_computed: dict[str, int] = {}
         self.params: dict[str, SamplingParams] = {}
         self._blocks = np.random.default_rng(0).permutation(np.arange(1, 400)).astype(np.int32)
-        self._tables: dict[str, np.ndarray] = {}
+        self._tables: dict[str, list[np.ndarray]] = {}
         self._step = 0
 
     def add(self, name: str, prompt: Sequence[int], params: SamplingParams = GREEDY) -> None:
         self.tokens[name], self.num_computed[name], self.params[name] = list(prompt), 0, params
-        self._tables[name], self._blocks = self._blocks[:20], self._blocks[20:]
+        self._tables[name] = []
+        for _ in self.capacity.kv_cache_groups:
+            self._tables[name].append(self._blocks[:20].copy())
+            self._blocks = self._blocks[20:]
 
     def plan(self, num_tokens: dict[str, int], late: Sequence[str] = (), **fields: Any) -> SchedulerOutput:
         """Plan `num_tokens` tokens of each named request; those in `late` end with a token not known yet."""
@@ -77,7 +81,7 @@ class Driver:
                     tokens=np.array(self.tokens[name], dtype=np.int32),
                     start=start,
                     num_tokens=num,
-                    block_tables=(self._tables[name],),
+                    block_tables=tuple(table.copy() for table in self._tables[name]),
                     samples=start + num == len(self.tokens[name]) + (name in late),
                     sampling_params=self.params[name],
                     num_late=int(name in late),
@@ -98,15 +102,29 @@ class Driver:
         self.commit(plan, output)
         return output
 
-    def generate(self, max_tokens: int, budget: int) -> dict[str, list[int]]:
+    @torch.inference_mode()
+    def free_skipped(self) -> None:
+        """Take back the blocks that no window reaches any more, and spoil what they hold, as another's K/V would."""
+        attention = self.runner.attention
+        for name, tables in self._tables.items():
+            for group, table in zip(self.capacity.kv_cache_groups, tables, strict=True):
+                num_skipped = num_skipped_blocks(group, self.num_computed[name], self.config.block_size)
+                for block in set(table[:num_skipped].tolist()) - {NULL_BLOCK}:
+                    for pages in (*attention.key_pages, *attention.value_pages):
+                        pages[block] = torch.nan
+                table[:num_skipped] = NULL_BLOCK
+
+    def generate(self, max_tokens: int, budget: int, spoils_freed: bool = False) -> dict[str, list[int]]:
         """Run every request to `max_tokens` new tokens, at most `budget` tokens of one request a step."""
         ends = {name: len(tokens) + max_tokens for name, tokens in self.tokens.items()}
         starts = {name: len(tokens) for name, tokens in self.tokens.items()}
         while running := [name for name in self.tokens if len(self.tokens[name]) < ends[name]]:
             self.step({name: min(budget, len(self.tokens[name]) - self.num_computed[name]) for name in running})
+            if spoils_freed:
+                self.free_skipped()
         return {name: self.tokens[name][start:] for name, start in starts.items()}
 
 
 @pytest.fixture
 def make_driver(tiny_llama: tuple[Path, Any]) -> Any:
-    return lambda **settings: Driver(tiny_llama[0], **settings)
+    return lambda folder=tiny_llama[0], **settings: Driver(folder, **settings)

@@ -103,7 +103,9 @@ async def test_the_inline_executor_gives_what_the_runner_gives(
         for i in range(3):
             core.add(make_request(i, SamplingParams(temperature=0, max_tokens=MAX_TOKENS)), now=0.0)
         while (plan := core.plan(trio.current_time())) is not None:
-            core.commit(plan, await executor.execute(plan).result(core.grammar_masks(plan)), trio.current_time())
+            execution = executor.execute(plan)
+            execution.sample(core.grammar_masks(plan))
+            core.commit(plan, await execution.result(), trio.current_time())
             for output in core.take_outputs():
                 tokens[int(output.request_id)] += output.new_token_ids
     finally:

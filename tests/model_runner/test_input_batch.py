@@ -32,7 +32,7 @@ def test_a_plan_becomes_flat_tensors_in_row_order() -> None:
     batch = flatten(SchedulerOutput(step=1, requests=rows), LateTokens(1), block_size=4)
     assert batch.token_ids.tolist() == [12, 13, 14, 21]
     assert batch.positions.tolist() == [2, 3, 4, 1]
-    assert batch.attention.slot_mapping.tolist() == [22, 23, 36, 21]
+    assert [slots.tolist() for slots in batch.attention.slot_mappings] == [[22, 23, 36, 21]]
     assert [(r.first_row, r.num_rows, r.start) for r in batch.attention.requests] == [(0, 3, 2), (3, 1, 1)]
     assert (batch.sampled, batch.last_rows.tolist()) == ([1], [3])
     assert (batch.sampling[0].position, batch.sampling[0].num_output_tokens) == (2, 1)

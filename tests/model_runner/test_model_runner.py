@@ -6,9 +6,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
+from engine.kv_cache.spec import NULL_BLOCK
 from engine.model_runner.model_runner import ModelRunner
 from engine.outputs import SchedulerOutput
 from engine.sampling_params import SamplingParams
@@ -132,7 +134,7 @@ def test_a_request_with_broken_numbers_fails_alone(make_driver: Any) -> None:
     driver.add("bad", draw_prompt(12, 4))
     driver.step({"bad": 5})
     with torch.inference_mode():
-        driver.runner.attention.key_pages[1][driver._tables["bad"][0].item()] = torch.nan
+        driver.runner.attention.key_pages[1][driver._tables["bad"][0][0].item()] = torch.nan
     output = driver.step({"good": 12, "bad": 7})
     assert output.sampled_token_ids == [expected, []]
     assert list(output.failed) == ["bad"]
@@ -157,3 +159,58 @@ def test_the_thread_count_is_the_one_set(make_driver: Any) -> None:
     torch.set_num_threads(2)
     make_driver()
     assert torch.get_num_threads() == 1
+
+
+@pytest.fixture(scope="module")
+def tiny_gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Five layers, of which all but the second have a window of 6 positions; caps on scores and logits."""
+    config = transformers.Gemma2Config(
+        vocab_size=199,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=128,
+        sliding_window=6,
+        layer_types=["sliding_attention", "full_attention", *["sliding_attention"] * 3],
+    )
+    config._attn_implementation = "eager"
+    torch.manual_seed(4)
+    model = transformers.Gemma2ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.3)
+    folder = tmp_path_factory.mktemp("tiny-gemma")
+    model.save_pretrained(folder)
+    return folder, model
+
+
+def test_windows_make_groups_that_share_page_tensors(make_driver: Any, tiny_gemma: tuple[Path, Any]) -> None:
+    driver = make_driver(tiny_gemma[0])
+    assert [(group.layers, group.sliding_window) for group in driver.capacity.kv_cache_groups] == [
+        ((1,), None),
+        ((0,), 6),
+        ((2,), 6),
+        ((3,), 6),
+        ((4,), 6),
+    ]
+    assert len(driver.runner.attention.key_pages) == 1
+    assert not driver.runner.attention.key_pages[0][NULL_BLOCK].any()
+
+
+def test_a_window_as_long_as_the_context_makes_no_group(make_driver: Any, tiny_gemma: tuple[Path, Any]) -> None:
+    (group,) = make_driver(tiny_gemma[0], max_model_len=6).capacity.kv_cache_groups
+    assert (group.layers, group.sliding_window) == ((0, 1, 2, 3, 4), None)
+
+
+@pytest.mark.parametrize("budget", [1000, 5, 1])
+def test_blocks_before_every_window_are_never_read(make_driver: Any, tiny_gemma: tuple[Path, Any], budget: int) -> None:
+    driver = make_driver(tiny_gemma[0])
+    prompts = {f"request {i}": draw_prompt(3 + 11 * i, seed=i) for i in range(4)}
+    for name, prompt in prompts.items():
+        driver.add(name, prompt)
+    generated = driver.generate(max_tokens=8, budget=budget, spoils_freed=True)
+    for name, prompt in prompts.items():
+        assert generated[name] == greedy(tiny_gemma[1], prompt, 8), name

@@ -9,7 +9,7 @@ import torch
 
 from engine.attention.base import AttentionBatch, RequestRows
 from engine.attention.reference import ReferenceAttention
-from engine.kv_cache.spec import KVCacheSpec
+from engine.kv_cache.spec import NULL_BLOCK, KVCacheSpec, num_skipped_blocks
 from engine.models.checkpoint import read_config
 from engine.models.decoder import Decoder
 from engine.models.registry import decoder_config
@@ -17,49 +17,56 @@ from engine.models.weights import load_weights
 
 BLOCK_SIZE = 4
 BLOCKS_A_REQUEST = 20
-FAMILIES = [
-    "llama",
-    "llama of one K/V head, tied, with biases",
-    "llama with wide heads, one K/V head each",
-    "llama with linear rope scaling",
-    "llama 3",
-    "mistral with windows",
-    "mistral without windows",
-    "qwen2",
-    "qwen2 with windows above",
-    "qwen3",
-]
+MAX_MODEL_LEN = 80
 
 
 class Stack:
-    """A loaded decoder over reference attention; request i owns blocks from 1 + 20 i on."""
+    """A loaded decoder over reference attention; each request has 20 blocks of its own in each group of layers."""
 
     def __init__(self, folder: Path, dtype: torch.dtype = torch.float32) -> None:
         config = decoder_config(read_config(folder))
-        self.model = Decoder(config, 80, dtype)
+        self.model = Decoder(config, MAX_MODEL_LEN, dtype)
         load_weights(folder, self.model.destinations(), lambda done, total: None)
         self.model.pack()
         spec = KVCacheSpec(
-            num_layers=config.num_layers, num_kv_heads=config.num_kv_heads, head_dim=config.head_dim, item_size_bytes=4
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            item_size_bytes=4,
+            windows=config.windows,
         )
-        self.backend = ReferenceAttention(spec, config.num_heads, 1 + 12 * BLOCKS_A_REQUEST, BLOCK_SIZE, dtype)
+        self.groups = spec.groups(MAX_MODEL_LEN)
+        num_blocks = 1 + 12 * BLOCKS_A_REQUEST * len(self.groups)
+        self.backend = ReferenceAttention(spec, self.groups, config.num_heads, num_blocks, BLOCK_SIZE, dtype)
         self.model.use_attention(self.backend)
 
     @torch.inference_mode()
     def logits(self, parts: list[tuple[int, list[int], int]]) -> list[torch.Tensor]:
         """Run (request, its tokens of this step, their start) in one step; returns the logits of every row."""
-        rows, slots, positions, first = [], [], [], 0
+        rows, positions, first = [], [], 0
+        slots: list[list[np.ndarray]] = [[] for _ in self.groups]
         for request, tokens, start in parts:
-            table = np.arange(BLOCKS_A_REQUEST, dtype=np.int32) + 1 + request * BLOCKS_A_REQUEST
+            tables = self._block_tables(request, start)
             span = np.arange(start, start + len(tokens))
-            rows.append(RequestRows(first, len(tokens), start, table))
-            slots.append(table[span // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + span % BLOCK_SIZE)
+            rows.append(RequestRows(first, len(tokens), start, tables))
+            for group, table in zip(slots, tables, strict=True):
+                group.append(table[span // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + span % BLOCK_SIZE)
             positions.append(span)
             first += len(tokens)
-        batch = self.backend.prepare(AttentionBatch(torch.from_numpy(np.concatenate(slots)), rows))
+        mappings = [torch.from_numpy(np.concatenate(group)) for group in slots]
+        batch = self.backend.prepare(AttentionBatch(mappings, rows))
         token_ids = torch.tensor([token for _, tokens, _ in parts for token in tokens])
         hidden = self.model.forward(token_ids, torch.from_numpy(np.concatenate(positions)), batch)
         return list(self.model.logits(hidden).split([len(tokens) for _, tokens, _ in parts]))
+
+    def _block_tables(self, request: int, start: int) -> list[np.ndarray]:
+        tables = []
+        for index, group in enumerate(self.groups):
+            first = 1 + (request * len(self.groups) + index) * BLOCKS_A_REQUEST
+            table = np.arange(first, first + BLOCKS_A_REQUEST, dtype=np.int32)
+            table[: num_skipped_blocks(group, start, BLOCK_SIZE)] = NULL_BLOCK
+            tables.append(table)
+        return tables
 
 
 def draw_prompt(length: int, seed: int) -> list[int]:
@@ -72,8 +79,7 @@ def oracle(model: Any, tokens: list[int]) -> torch.Tensor:
     return logits
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_logits_equal_those_of_transformers(make_checkpoint: Any, family: str) -> None:
+def test_logits_equal_those_of_transformers(family: str, make_checkpoint: Any) -> None:
     folder, model = make_checkpoint(family)
     tokens = draw_prompt(70, seed=1)
     (logits,) = Stack(folder).logits([(0, tokens, 0)])
@@ -81,36 +87,29 @@ def test_logits_equal_those_of_transformers(make_checkpoint: Any, family: str) -
     assert torch.equal(logits.argmax(-1), oracle(model, tokens).argmax(-1))
 
 
-@pytest.mark.parametrize("family", ["llama", "llama of one K/V head, tied, with biases", "mistral with windows"])
-def test_logits_in_a_batch_of_8_equal_those_of_transformers_alone(make_checkpoint: Any, family: str) -> None:
-    folder, model = make_checkpoint(family)
-    prompts = [draw_prompt(1 + 9 * i, seed=i) for i in range(8)]
-    for prompt, logits in zip(prompts, Stack(folder).logits([(i, p, 0) for i, p in enumerate(prompts)]), strict=True):
-        torch.testing.assert_close(logits, oracle(model, prompt), rtol=0, atol=1e-4)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", ["llama", "mistral with windows", "qwen3"])
 def test_logits_are_bitwise_the_same_alone_in_chunks_and_among_others(
-    make_checkpoint: Any, family: str, dtype: torch.dtype
+    family: str, make_checkpoint: Any, dtype: torch.dtype
 ) -> None:
     stack = Stack(make_checkpoint(family)[0], dtype)
     tokens = draw_prompt(63, seed=5)
     (whole,) = stack.logits([(0, tokens, 0)])
+    assert whole.isfinite().all()
     chunks = [stack.logits([(1, tokens[i : i + 5], i)])[0] for i in range(0, 63, 5)]
-    one_by_one = [stack.logits([(2, [token], i)])[0] for i, token in enumerate(tokens)]
+    one_by_one = [stack.logits([(2, [token], i)])[0] for i, token in enumerate(tokens[:17])]
     among_others = []
     for start in range(0, 63, 9):
-        others = [(3 + i, draw_prompt(1 + 3 * i, seed=start + i), start) for i in range(4)]
-        among_others.append(stack.logits([*others[:2], (8, tokens[start : start + 9], start), *others[2:]])[2])
+        others = [(3 + i, draw_prompt(1 + 3 * i, seed=start + i), start) for i in range(7)]
+        among_others.append(stack.logits([*others[:2], (10, tokens[start : start + 9], start), *others[2:]])[2])
     for pieces in (chunks, one_by_one, among_others):
-        assert torch.equal(torch.cat(pieces), whole)
+        assert torch.equal(torch.cat(pieces), whole[: sum(map(len, pieces))])
 
 
-def test_two_threads_change_nothing_between_alone_and_among_others(make_checkpoint: Any) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma 2", "qwen3-moe", "granite"])
+def test_two_threads_change_nothing_between_alone_and_among_others(make_checkpoint: Any, name: str) -> None:
     torch.set_num_threads(2)
     try:
-        stack = Stack(make_checkpoint("llama")[0])
+        stack = Stack(make_checkpoint(name)[0])
         tokens = draw_prompt(60, seed=6)
         (whole,) = stack.logits([(0, tokens, 0)])
         batches = [stack.logits([(1, draw_prompt(40, i), 0), (2, tokens[i : i + 20], i)])[1] for i in (0, 20, 40)]
@@ -119,10 +118,10 @@ def test_two_threads_change_nothing_between_alone_and_among_others(make_checkpoi
     assert torch.equal(torch.cat(batches), whole)
 
 
-def test_logits_in_bfloat16_are_close_to_float32(make_checkpoint: Any) -> None:
-    folder, model = make_checkpoint("llama")
+def test_logits_in_float16_are_close_to_float32(family: str, make_checkpoint: Any) -> None:
+    folder, model = make_checkpoint(family)
     tokens = draw_prompt(40, seed=7)
-    (logits,) = Stack(folder, torch.bfloat16).logits([(0, tokens, 0)])
+    (logits,) = Stack(folder, torch.float16).logits([(0, tokens, 0)])
     reference = oracle(model, tokens)
     assert logits.dtype == torch.float32
-    assert (logits - reference).abs().mean() < 0.02 * reference.std()
+    assert (logits - reference).abs().mean() < 0.01 * reference.std()

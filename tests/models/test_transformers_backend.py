@@ -47,6 +47,7 @@ ARCHITECTURES = (
     "ernie4_5_moe",
     "exaone4",
     "flex_olmo",
+    "gemma2",
     "gemma3n_text",
     "gemma4_text",
     "glm",
@@ -55,6 +56,7 @@ ARCHITECTURES = (
     "gpt2",
     "gpt_bigcode",
     "gpt_neox",
+    "gpt_oss",
     "gptj",
     "granitemoe",
     "granitemoeshared",
@@ -78,6 +80,7 @@ ARCHITECTURES = (
     "seed_oss",
     "stablelm",
     "starcoder2",
+    "vaultgemma",
 )
 
 

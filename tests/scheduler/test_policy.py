@@ -170,3 +170,26 @@ def test_what_is_known_of_a_client_ends_with_its_last_request() -> None:
     assert not policy._next_start
     assert not policy._num_live
     assert not policy._num_running
+
+
+def test_a_client_is_not_charged_for_requests_that_are_refused_or_leave_before_they_run() -> None:
+    driver = make_driver("fair", max_num_seqs=1)
+    driver.add("first", prompt(4), client_key="x", max_tokens=2)
+    driver.step()
+    for number in range(20):
+        driver.add(f"refused{number}", prompt(40), client_key="x", max_tokens=30)
+        driver.add(f"left{number}", prompt(4), client_key="x", max_tokens=30)
+        driver.abort(f"left{number}")
+    driver.add("second", prompt(4), client_key="x", max_tokens=2)
+    for number in range(4):
+        driver.add(f"other{number}", prompt(4), client_key="y", max_tokens=2)
+    driver.run()
+    ran = [name for name in driver.completions if not name.startswith(("refused", "left"))]
+    assert sorted(ran, key=lambda name: driver.completions[name].outputs[-1].step) == [
+        "first",
+        "other0",
+        "second",
+        "other1",
+        "other2",
+        "other3",
+    ]
