@@ -351,11 +351,11 @@ class EngineCore:
         Raises:
             AssertionError: Something leaked, is owned twice, or is counted wrongly.
         """
-        queued = [*self._scheduler.running, *self._scheduler.waiting.unordered(), *self._blocked.values()]
-        assert all(request.status in _BLOCKED for request in self._blocked.values()), self._blocked
-        by_id = {request.request_id: request for request in queued}
-        assert len(by_id) == len(queued), "a request is queued twice"
-        assert by_id == self._requests, "queues and live requests differ"
+        blocked = self._blocked.values()
+        queued = [*self._scheduler.running, *self._scheduler.waiting.unordered(), *blocked]
+        assert len(queued) == len(self._requests), "a request is queued twice, or not at all"
+        assert {*queued} == {*self._requests.values()}, "queues and live requests differ"
+        assert _BLOCKED.issuperset([request.status for request in blocked]), f"not blocked: {blocked}"
         self._scheduler.check_invariants()
 
     # The ways out

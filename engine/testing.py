@@ -223,7 +223,7 @@ class CoreDriver:
             return plan
         if self.core.has_work:
             assert self.core.waits_for is not None, "there is work, no plan, and nothing that will change it"
-            self.check()
+            self._collect()
         return None
 
     def finish_step(
@@ -337,6 +337,9 @@ class CoreDriver:
     def check(self) -> None:
         """Check the core's invariants and collect its outputs; called after each act."""
         self.core.check_invariants()
+        self._collect()
+
+    def _collect(self) -> None:
         for output in self.core.take_outputs():
             completion = self.completions.setdefault(output.request_id, Completion())
             assert completion.finish_reason is None, f"{output.request_id}: an output after the terminal one"
