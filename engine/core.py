@@ -104,6 +104,8 @@ class EngineCore:
         self._now = now
         self._num_arrivals += 1
         refusal = self._limits.refusal(request, len(self._requests))
+        if awaits_grammar and request.extras:
+            refusal = Cause("InvalidRequest", "a session takes no grammar in this version")
         if refusal is not None:
             request = msgspec.structs.replace(request, prompt_token_ids=[])
         taken = Request(request, self._num_arrivals, self.capacity.max_model_len)
@@ -223,7 +225,7 @@ class EngineCore:
         if request.grammar is not None and cause is None:
             told = token_ids[:-1] if status is RequestStatus.FINISHED_STOPPED else token_ids
             if not request.grammar.accept_tokens(told):
-                status = RequestStatus.FINISHED_ERROR
+                status, request.stop_reason = RequestStatus.FINISHED_ERROR, None
                 cause = Cause("GrammarRejected", f"the grammar does not allow the sampled tokens {told}")
         if status is None:
             self._emit(request, token_ids)
