@@ -18,10 +18,13 @@ import trio
 
 from engine import __version__
 from engine.client.async_llm import AsyncLLM
+from engine.client.tokenizer import load_tokenizer
 from engine.config import EngineConfig, ServeConfig
 from engine.errors import ConfigError, EngineDeadError, ModelError, RequestError, root_cause
 from engine.flags import SHARED, parse, sampling_from, settings_from
-from engine.models.store import ModelListing, list_models, pull
+from engine.models import NULL_MODEL
+from engine.models.listing import ModelListing, context_of, list_models, weights_of
+from engine.models.store import pull, resolve
 from engine.parser import make_parser
 from engine.program import EXIT_DEAD, EXIT_INTERRUPTED, EXIT_OK, EXIT_PIPE, EXIT_USAGE, then, with_engine
 from engine.progress import show_progress
@@ -149,19 +152,35 @@ def _models(options: argparse.Namespace) -> int:
 
 
 def _check_model(name: str) -> None:
-    """Load the model and run one step, and say what it can do; raises what is wrong with it."""
-    from engine.llm import LLM
+    """Say what would run a model, without loading its weights; raises what is wrong with it."""
+    if name == NULL_MODEL:
+        print(f"{name}: the integer model runs it; it has no weights")
+        return
+    from engine.models import registry, weights
 
-    llm = LLM(name, log_level="warning")
-    print(f"{name}: loads and runs; context {llm.ready.max_model_len} tokens, vocabulary {llm.ready.vocab_size}")
+    with show_progress() as progress:
+        folder = resolve(name, progress)
+    config = weights.read_config(folder)
+    implementation = registry.choose(config)
+    files = weights.weight_files(folder)
+    size_bytes = sum(file.stat().st_size for file in files)
+    tokenizer = load_tokenizer(folder)
+    print(
+        f"{name}: {config['architectures'][0]}, {implementation} runs it; context {context_of(config)} tokens, weights "
+        f"{weights_of(config)}, {size_bytes / 1e6:.0f} MB in {len(files)} file{'s' * (len(files) > 1)}, vocabulary "
+        f"{tokenizer.vocab_size}, {'a' if tokenizer.has_chat_template else 'no'} chat template"
+    )
 
 
 def _print_models(models: list[ModelListing]) -> None:
-    rows = [("NAME", "CACHED", "SIZE", "ARCHITECTURE", "CONTEXT", "LICENSE", "ALSO CALLED")]
+    rows: list[tuple[str, ...]] = [
+        ("NAME", "CACHED", "SIZE", "ARCHITECTURE", "CONTEXT", "WEIGHTS", "LICENSE", "ALSO CALLED")
+    ]
     for model in models:
-        size, context = f"{model.size_bytes / 1e6:.0f} MB", str(model.context_length or "-")
-        cached, aliases = "yes" if model.path else "no", ", ".join(model.aliases) or "-"
-        rows.append((model.name, cached, size, model.architecture or "-", context, model.license or "-", aliases))
+        size, context = f"{model.size_bytes / 1e6:.0f} MB", str(model.context_length or "")
+        cached = "yes" if model.is_whole else "in part" if model.path else "no"
+        described = (model.architecture, context, model.weights, model.license, ", ".join(model.aliases))
+        rows.append((model.name, cached, size, *(text or "-" for text in described)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
