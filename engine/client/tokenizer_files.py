@@ -181,10 +181,12 @@ def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, named: dict[str,
 def _sampling_defaults(path: Path) -> dict[str, Any]:
     """Return what a generation_config.json says of sampling; what is not obeyed is named in one log line."""
     content = {name: value for name, value in _read_json(path).items() if value is not None}
+    if content.get("repetition_penalty") == 1:  # says nothing
+        del content["repetition_penalty"]
     known = {name for name in _SAMPLING if name in SamplingParams.__struct_fields__}
     ignored = [name for name in content if name not in known | _NO_SAMPLING and not name.endswith("_token_id")]
     if ignored:
-        logger.info("%s: %s is not obeyed", path, ", ".join(sorted(ignored)))
+        logger.info("%s asks for what is not obeyed: %s", path, ", ".join(sorted(ignored)))
     defaults = {name: content[name] for name in _SAMPLING if name in known and name in content}
     try:
         SamplingParams(**defaults)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -175,6 +176,42 @@ def test_template_file_stands_above_the_configuration_and_an_own_one_above_both(
     own = load_tokenizer(folder, chat_template="own{{ bos_token }}")
     assert own.apply_chat_template(messages) == "own<s>"
     assert own.encode_chat(messages) == [*b"own", 256]
+
+
+def test_further_templates_of_a_folder_have_the_names_of_their_files(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    (folder / "chat_template.json").write_text('{"chat_template": "processor"}')
+    messages = [{"role": "user", "content": "a"}]
+    assert load_tokenizer(folder).apply_chat_template(messages) == "processor"
+    (folder / "chat_template.jinja").write_text("plain")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.apply_chat_template(messages) == "plain"
+    assert tokenizer.apply_chat_template(messages, tools=[{"name": "f"}]) == "with tools"
+
+
+def test_template_that_is_none_is_named(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, tokenizer_config={"chat_template": [{"name": "default"}]})
+    with pytest.raises(CheckpointError, match="chat_template must be text or a list of named texts"):
+        load_tokenizer(folder)
+
+
+def test_generation_config_gives_defaults_and_the_rest_of_it_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    wished = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": None, "do_sample": True, "eos_token_id": [1, 2]}
+    ignored = {"no_repeat_ngram_size": 3, "max_new_tokens": 2048, "length_penalty": None}
+    folder = write_folder(tmp_path, generation_config=wished | ignored | {"transformers_version": "4.51"})
+    assert load_tokenizer(folder).sampling_defaults == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    (record,) = caplog.records
+    assert record.getMessage().endswith(
+        "generation_config.json asks for what is not obeyed: max_new_tokens, no_repeat_ngram_size"
+    )
+    (folder / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: temperature must be a finite number"):
+        load_tokenizer(folder)
 
 
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import random
 import struct
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import regex
 import torch
 from gguf import GGMLQuantizationType as Quantization
 from safetensors.torch import load_file
@@ -20,6 +22,7 @@ from engine.client.tokenizer import load_tokenizer
 from engine.errors import CheckpointError, ModelError, UnsupportedModel
 from engine.models.convert import convert, to_bfloat16
 from engine.models.gguf import GgufFile
+from engine.models.gguf_tokenizer import read_tokenizer
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS, CONTEXT = 64, 96, 4, 2, 2, 128
 CONTROL = ["<|begin|>", "<|end|>", "<|turn|>"]
@@ -263,6 +266,27 @@ def test_every_end_token_of_the_file_ends_a_text(tmp_path: Path) -> None:
     assert load_tokenizer(converted(path)).eos_token_ids == (TOKENS.index("<|end|>"), turn)
 
 
+def test_markers_known_to_end_a_turn_end_a_text_where_the_file_names_one_end_alone(tmp_path: Path) -> None:
+    tokens = [*TOKENS[:-1], "<|im_end|>"]
+
+    def edit(writer: gguf.GGUFWriter) -> None:
+        for section in writer.kv_data:
+            section.pop("tokenizer.ggml.token_type", None)
+        writer.add_token_types([3 if token in {*CONTROL, "<|im_end|>"} else 1 for token in tokens])
+
+    path = write_gguf(tmp_path / "tiny.gguf", llama_weights(), tokens=tokens, edit=edit)
+    assert load_tokenizer(converted(path)).eos_token_ids == (TOKENS.index("<|end|>"), len(tokens) - 1)
+
+
+def test_named_templates_of_the_file_are_all_kept(tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    path = write_gguf(tmp_path / "tiny.gguf", llama_weights(), edit=lambda writer: writer.add_chat_template(templates))
+    tokenizer = load_tokenizer(converted(path))
+    messages = [{"role": "user", "content": "a"}]
+    assert tokenizer.apply_chat_template(messages) == "plain"
+    assert tokenizer.apply_chat_template(messages, tools=[{"name": "f"}]) == "with tools"
+
+
 def test_begin_and_end_tokens_are_added_as_the_file_asks(tmp_path: Path) -> None:
     def edit(writer: gguf.GGUFWriter) -> None:
         writer.add_add_bos_token(True)
@@ -312,6 +336,40 @@ def test_ids_of_each_pre_tokenizer_equal_those_of_transformers(tmp_path: Path, p
     tokenizer = load_tokenizer(converted(path))
     for text in splitting_texts():
         assert tokenizer.encode(text) == oracle(text)["input_ids"], text
+
+
+CONTRACTIONS = "'(?i:s|t|re|ve|m|ll|d)"
+CL100K = (
+    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+(?:{CONTRACTIONS})?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*(?:{CONTRACTIONS})?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+@pytest.mark.parametrize(
+    ("pre", "patterns"),
+    [
+        ("dbrx", [CL100K]),
+        ("smaug-bpe", [CL100K]),
+        ("deepseek-r1-qwen", [CL100K.replace("{1,3}", "")]),
+        ("gpt-4o", [O200K]),
+        ("refact", [r"\p{N}|\P{N}+", GPT2]),
+        ("starcoder", [r"\p{N}|\P{N}+", GPT2]),
+    ],
+)
+def test_texts_are_split_as_the_published_patterns_split_them(tmp_path: Path, pre: str, patterns: list[str]) -> None:
+    backend = read_tokenizer(GgufFile(write_gguf(tmp_path / "tiny.gguf", llama_weights(), pre=pre))).backend
+    for text in splitting_texts():
+        pieces = [text if pre != "deepseek-r1-qwen" else unicodedata.normalize("NFC", text)]
+        for pattern in patterns:
+            pieces = [part for piece in pieces for part in regex.findall(pattern, piece)]
+        split = backend.pre_tokenizer.pre_tokenize_str("".join(pieces))
+        assert [backend.decoder.decode([part]) for part, _ in split] == pieces, text
 
 
 def test_smollm_splits_every_digit(tmp_path: Path) -> None:
