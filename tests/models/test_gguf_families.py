@@ -17,7 +17,9 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import pre_tokenizers
 
+import engine
 from engine.models.convert import convert
+from engine.models.registry import DECODERS
 
 torch.set_num_threads(1)
 
@@ -279,6 +281,25 @@ def test_model_through_a_gguf_file_has_the_same_weights_and_logits(name: str, tm
     token_ids = torch.randint(256, (1, 60), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         torch.testing.assert_close(again(token_ids).logits, model(token_ids).logits, rtol=0, atol=2e-5)
+
+
+RUN_BY_US = [name for name, case in CASES.items() if f"{case.loads_as or case.family}ForCausalLM" in DECODERS]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", RUN_BY_US)
+def test_engine_runs_what_was_converted_and_gives_the_models_own_tokens(name: str, tmp_path: Path) -> None:
+    model, _, folder = through_gguf(CASES[name], tmp_path)
+    settings: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 2**23, "num_threads": 1}
+    llm = engine.LLM(str(folder), log_level="warning", **settings)
+    prompt = [(7 * i * i + 3) % 256 for i in range(40)]
+    params = engine.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+    (output,) = llm.generate([prompt], params, use_tqdm=False)
+    token_ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(12):
+            token_ids.append(int(model(torch.tensor([token_ids])).logits[0, -1].argmax()))
+    assert output.outputs[0].token_ids == token_ids[len(prompt) :]
 
 
 @pytest.mark.slow
