@@ -17,7 +17,7 @@ from engine.errors import ConfigError
 from engine.models import DEFAULT, NULL_MODEL
 
 Device = str
-SchedulingPolicy = Literal["fcfs"]
+SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none"]
 
@@ -87,7 +87,16 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
     long_prefill_token_threshold: Annotated[
         int, Meta(description="most tokens of one prompt in one step; 0 for no limit", ge=0, le=2**24)
     ] = 0
-    scheduling_policy: Annotated[SchedulingPolicy, Meta(description="order of waiting requests")] = "fcfs"
+    watermark: Annotated[
+        float, Meta(description="share of the KV blocks left free when a request joins running ones", ge=0, lt=1)
+    ] = 0.01
+    max_overtakes: Annotated[
+        int, Meta(description="later requests that may start before a waiting one that does not fit", ge=0, le=2**20)
+    ] = 32
+    scheduling_policy: Annotated[
+        SchedulingPolicy,
+        Meta(description="order of requests: by arrival, by their priority, or in turn by client (user)"),
+    ] = "fcfs"
     seed: Annotated[
         int, Meta(description="of the client's generator, for requests without a seed", ge=0, le=2**63 - 1)
     ] = 0
@@ -193,7 +202,9 @@ class Setting(NamedTuple):
             raise ConfigError(f"{self.flag} must be of type {self.kind.__name__}, got {value!r}")
         if self.choices and value not in self.choices:
             raise ConfigError(f"{self.flag} must be one of {', '.join(self.choices)}, got {value!r}")
-        low, high = self.meta.ge, self.meta.le
+        low, high, below = self.meta.ge, self.meta.le, self.meta.lt
+        if below is not None and not value < below:
+            raise ConfigError(f"{self.flag} must be below {below}, got {value}")
         if low is not None and not value >= low:
             raise ConfigError(f"{self.flag} must be at least {low}, got {value}")
         if high is not None and not value <= high:

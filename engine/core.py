@@ -22,14 +22,19 @@ from collections.abc import Iterable
 import msgspec
 
 from engine.config import EngineConfig
-from engine.errors import Cause, ConfigError
+from engine.errors import Cause
+from engine.kv_cache.events import KVCacheEvent
 from engine.kv_cache.manager import KVCacheManager
-from engine.kv_cache.spec import num_blocks_for
+from engine.limits import Limits, suited
 from engine.metrics import SchedulerStats
-from engine.outputs import Capacity, GrammarMasks, ModelRunnerOutput, RequestId, SchedulerOutput
-from engine.protocol import AbortReason, EngineCoreEvent, EngineCoreOutput, EngineCoreRequest, PauseMode
+from engine.outputs import Capacity, FinishReason, GrammarMasks, ModelRunnerOutput, RequestId, SchedulerOutput
+from engine.protocol import AbortReason, EngineCoreEvent, EngineCoreOutput, EngineCoreRequest, PauseMode, SessionPart
 from engine.request import Request, RequestStatus
-from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.scheduler import RowResult, Scheduler
+from engine.structured_output.grammar import Grammar, new_bitmasks
+
+_BLOCKED = {RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, RequestStatus.WAITING_FOR_STREAMING_REQ}
+_NO_EVENTS: list[EngineCoreEvent] = []
 
 
 class WaitsFor(enum.StrEnum):
@@ -39,32 +44,44 @@ class WaitsFor(enum.StrEnum):
     """The oldest plan in flight must end: it holds blocks, tokens or the last place in flight."""
     RESUME = "resume"
     """The engine is paused."""
+    GRAMMAR = "grammar"
+    """A grammar must be ready."""
+    INPUT = "input"
+    """A session's next part must come."""
 
 
 class EngineCore:
     """Owns every request from `add` to its terminal output."""
 
-    def __init__(self, config: EngineConfig, capacity: Capacity, *, hash_salt: bytes = b"") -> None:
+    def __init__(
+        self, config: EngineConfig, capacity: Capacity, *, hash_salt: bytes = b"", records_events: bool = False
+    ) -> None:
         """Start without requests, for an executor that holds `capacity`.
 
+        Args:
+            config: Settings.
+            capacity: What the executor can hold.
+            hash_salt: Only cores of equal salt compute equal prefix hashes.
+            records_events: Keep what changes in the prefix cache for `take_kv_events`, which must then be called.
+
         Raises:
-            ConfigError: Chunked prefill is off and a prompt of full length would never fit a step.
+            ConfigError: Prompts must be computed at once, and one of full length would never fit a step.
         """
-        if not config.enable_chunked_prefill and config.max_num_batched_tokens < capacity.max_model_len:
-            raise ConfigError(
-                f"without chunked prefill --max-num-batched-tokens {config.max_num_batched_tokens} must be at least "
-                f"the context of {capacity.max_model_len} tokens: raise it or lower --max-model-len"
-            )
-        self.config = config
+        self.config = config = suited(config, capacity)
         self.capacity = capacity
         self._kv_cache = KVCacheManager(
             capacity.num_kv_blocks,
             capacity.block_size,
             enable_prefix_caching=config.enable_prefix_caching,
             hash_salt=hash_salt,
+            groups=capacity.kv_cache_groups,
+            max_in_flight=capacity.max_concurrent_plans * config.max_num_batched_tokens,
+            records_events=records_events,
         )
+        self._limits = Limits(config, capacity, self._kv_cache.max_blocks)
         self._scheduler = Scheduler(config, capacity, self._kv_cache)
         self._requests: dict[RequestId, Request] = {}
+        self._blocked: dict[RequestId, Request] = {}
         self._outputs: list[EngineCoreOutput] = []
         self._finished_ids: list[RequestId] = []
         self._queue_deadlines: deque[tuple[float, Request]] = deque()
@@ -74,8 +91,10 @@ class EngineCore:
 
     # Requests
 
-    def add(self, request: EngineCoreRequest, now: float) -> None:
+    def add(self, request: EngineCoreRequest, now: float, *, awaits_grammar: bool = False) -> None:
         """Take over `request`; one that can never run gets its terminal output, with reason error, at once.
+
+        With `awaits_grammar` it takes its place in the order, but does not start before `set_grammar`.
 
         Raises:
             ValueError: A request of this id has not ended; it goes on. The caller's fault.
@@ -84,18 +103,57 @@ class EngineCore:
             raise ValueError(f"request id {request.request_id!r} is in use: ids are unique for the engine's life")
         self._now = now
         self._num_arrivals += 1
-        refusal = self._refusal(request)
+        refusal = self._limits.refusal(request, len(self._requests))
         if refusal is not None:
             request = msgspec.structs.replace(request, prompt_token_ids=[])
         taken = Request(request, self._num_arrivals, self.capacity.max_model_len)
         self._requests[taken.request_id] = taken
+        self._scheduler.arrive(taken)
         if refusal is not None:
             self._finish(taken, RequestStatus.FINISHED_ERROR, cause=refusal)
             return
+        if request.extras:
+            taken.session = deque()
         taken.events.append(EngineCoreEvent("queued", now))
         if self.config.queue_timeout is not None:
             self._queue_deadlines.append((now + self.config.queue_timeout, taken))
-        self._scheduler.add(taken)
+        if awaits_grammar:
+            taken.move_to(RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
+            self._blocked[taken.request_id] = taken
+        else:
+            self._scheduler.add(taken)
+
+    def set_grammar(self, request_id: RequestId, grammar: Grammar | Cause) -> None:
+        """Let a request that awaits a grammar start, or end it where that could not be compiled; ended ids are ignored.
+
+        Raises:
+            ValueError: The request awaits none; the caller's fault.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return
+        if request.status is not RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            raise ValueError(f"{request} awaits no grammar")
+        if isinstance(grammar, Cause):
+            self._finish(request, RequestStatus.FINISHED_ERROR, cause=grammar)
+            return
+        request.grammar = grammar
+        self._unblock(request)
+
+    def extend(self, part: SessionPart) -> None:
+        """Add the next part of a session, or let it end after those it has; ended ids are ignored.
+
+        Raises:
+            ValueError: The request is no session, or its last part has come; the caller's fault.
+        """
+        request = self._requests.get(part.request_id)
+        if request is None:
+            return
+        if request.session is None or (request.session and request.session[-1].is_last):
+            raise ValueError(f"{request} takes no further part")
+        request.session.append(part)
+        if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
+            self._begin_turn(request)
 
     def abort(self, request_ids: Iterable[RequestId], reason: AbortReason = AbortReason.CLIENT) -> None:
         """End these requests now, whatever they do; tokens still in flight are dropped. Ended ids are ignored."""
@@ -127,8 +185,21 @@ class EngineCore:
         return plan
 
     def grammar_masks(self, plan: SchedulerOutput) -> GrammarMasks | None:
-        """Return the masks of the plan's `grammar_rows`, or None where it has none, as today no plan has."""
-        return None
+        """Return the masks of the plan's `grammar_rows`, or None where it has none.
+
+        Known as soon as the plan is made, for a request with a grammar has one token in flight at most. The row of a
+        request that has ended since allows everything.
+        """
+        if not plan.grammar_rows:
+            return None
+        masks = new_bitmasks(len(plan.grammar_rows), self.capacity.vocab_size)
+        for mask, row in zip(masks, plan.grammar_rows, strict=True):
+            request = self._requests.get(plan.requests[row].request_id)
+            if request is None or request.grammar is None:
+                mask.fill(-1)
+            else:
+                request.grammar.fill_bitmask(mask)
+        return masks
 
     def commit(self, plan: SchedulerOutput, output: ModelRunnerOutput, now: float) -> None:
         """Take in the result of the oldest plan in flight; rows whose request has ended meanwhile are dropped.
@@ -140,10 +211,26 @@ class EngineCore:
         results = self._scheduler.update(plan, output)
         self._step = plan.step
         for result in results:
-            if result.status is not None:
-                self._finish(result.request, result.status, result.new_token_ids, result.cause)
-            elif result.new_token_ids:
-                self._emit(result.request, result.new_token_ids)
+            request, token_ids, status, _ = result
+            if status is not None or request.grammar is not None:
+                self._conclude(result)
+            elif token_ids:
+                self._emit(request, token_ids)
+
+    def _conclude(self, result: RowResult) -> None:
+        """Say what a step did to a request that ends by it, or whose grammar has a say."""
+        request, token_ids, status, cause = result
+        if request.grammar is not None and cause is None:
+            told = token_ids[:-1] if status is RequestStatus.FINISHED_STOPPED else token_ids
+            if not request.grammar.accept_tokens(told):
+                status = RequestStatus.FINISHED_ERROR
+                cause = Cause("GrammarRejected", f"the grammar does not allow the sampled tokens {told}")
+        if status is None:
+            self._emit(request, token_ids)
+        elif request.session is None or status is RequestStatus.FINISHED_ERROR:
+            self._finish(request, status, token_ids, cause)
+        else:
+            self._end_turn(request, status, token_ids)
 
     def fail(self, plan: SchedulerOutput, cause: Cause, request_ids: Iterable[RequestId] | None = None) -> None:
         """The oldest plan in flight was not computed: end some requests for it and undo the rest.
@@ -158,12 +245,16 @@ class EngineCore:
         rows = self._scheduler.in_flight.oldest(plan)
         self._step = plan.step
         if request_ids is None:
-            request_ids = [planned.request.request_id for planned in rows if planned.counts]
+            request_ids = [request.request_id for request, _, generation in rows if generation == request.generation]
         for request_id in request_ids:
             request = self._requests.get(request_id)
             if request is not None:
                 self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
         self._scheduler.rewind(plan, self._now)
+
+    def take_kv_events(self) -> list[KVCacheEvent]:
+        """Return what changed in the prefix cache since the last call, in order, and forget it."""
+        return self._kv_cache.prefix_cache.take_events()
 
     def take_outputs(self) -> list[EngineCoreOutput]:
         """Return what happened since the last call, in order, and forget it."""
@@ -224,25 +315,34 @@ class EngineCore:
         mode = self._scheduler.pause
         if self._requests and (mode is PauseMode.KEEP or (mode is not None and not self._scheduler.running)):
             return WaitsFor.RESUME
+        if self._blocked and len(self._blocked) == len(self._requests):
+            statuses = {request.status for request in self._blocked.values()}
+            awaits_grammar = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR in statuses
+            return WaitsFor.GRAMMAR if awaits_grammar else WaitsFor.INPUT
         return None
 
     @property
     def next_deadline(self) -> float:
         """When `plan` must be called again at the latest although nothing else happened; infinity for never."""
-        while self._queue_deadlines and self._queue_deadlines[0][1].status is not RequestStatus.WAITING:
+        while self._queue_deadlines and not self._queue_deadlines[0][1].awaits_first_step:
             self._queue_deadlines.popleft()
         return self._queue_deadlines[0][0] if self._queue_deadlines else math.inf
 
     def stats(self) -> SchedulerStats:
         """Count requests, blocks and what happened since the start."""
+        first, resumed = self._scheduler.admission.first_counts, self._scheduler.admission.resumed_counts
         return SchedulerStats(
             num_running=len(self._scheduler.running),
-            num_waiting=len(self._scheduler.waiting),
+            num_waiting=len(self._scheduler.waiting) + len(self._blocked),
             num_kv_blocks=self._kv_cache.pool.num_blocks,
             num_used_blocks=self._kv_cache.pool.num_used_blocks,
             num_preemptions=self._scheduler.num_preemptions,
-            prefix_cache_queries=self._scheduler.prefix_cache_queries,
-            prefix_cache_hits=self._scheduler.prefix_cache_hits,
+            prefix_cache_queries=first.num_queries,
+            prefix_cache_hits=first.num_hits,
+            prefix_cache_requests=first.num_requests,
+            preempted_prefix_cache_queries=resumed.num_queries,
+            preempted_prefix_cache_hits=resumed.num_hits,
+            preempted_prefix_cache_requests=resumed.num_requests,
         )
 
     def check_invariants(self) -> None:
@@ -251,40 +351,14 @@ class EngineCore:
         Raises:
             AssertionError: Something leaked, is owned twice, or is counted wrongly.
         """
-        queued = [*self._scheduler.running, *self._scheduler.waiting]
+        queued = [*self._scheduler.running, *self._scheduler.waiting.unordered(), *self._blocked.values()]
+        assert all(request.status in _BLOCKED for request in self._blocked.values()), self._blocked
         by_id = {request.request_id: request for request in queued}
         assert len(by_id) == len(queued), "a request is queued twice"
         assert by_id == self._requests, "queues and live requests differ"
         self._scheduler.check_invariants()
 
     # The ways out
-
-    def _refusal(self, request: EngineCoreRequest) -> Cause | None:
-        """Say why `request` can never run here, with the numbers, or None if it can."""
-        num_prompt = len(request.prompt_token_ids)
-        max_len, params = self.capacity.max_model_len, request.sampling_params
-        if request.extras:
-            return Cause("InvalidRequest", f"extras {sorted(request.extras)} are not supported by this version")
-        if params.n != 1:
-            return Cause("InvalidRequest", f"n is {params.n}: a request in the engine is one completion")
-        if num_prompt == 0:
-            return Cause("InvalidRequest", "the prompt has no tokens; it needs at least one")
-        lowest, highest = min(request.prompt_token_ids), max(request.prompt_token_ids)
-        if lowest < 0 or highest >= self.capacity.vocab_size:
-            message = (
-                f"prompt token ids are from {lowest} to {highest}, allowed are 0 to {self.capacity.vocab_size - 1}"
-            )
-            return Cause("InvalidRequest", message)
-        if num_prompt >= max_len:
-            message = f"the prompt has {num_prompt} tokens and the context holds {max_len}, one of them to generate"
-            return Cause("PromptTooLong", f"{message}: shorten the prompt or raise --max-model-len")
-        num_total = max_len if params.max_tokens is None else min(max_len, num_prompt + params.max_tokens)
-        num_blocks = num_blocks_for(num_total - 1, self.capacity.block_size)  # the last token's K/V is never needed
-        if num_blocks > self._kv_cache.pool.num_blocks:
-            message = f"prompt of {num_prompt} and max_tokens {params.max_tokens} need {num_blocks} KV blocks of "
-            message += f"{self.capacity.block_size} tokens, there are {self._kv_cache.pool.num_blocks}"
-            return Cause("PromptTooLong", f"{message}: lower max_tokens or raise --kv-cache-memory-bytes")
-        return None
 
     def _end_overdue(self, now: float) -> None:
         while self.next_deadline <= now:
@@ -295,6 +369,40 @@ class EngineCore:
             )
             self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
 
+    def _unblock(self, request: Request) -> None:
+        """Let a request wait for its step that waited for something else."""
+        self._blocked.pop(request.request_id, None)
+        request.move_to(RequestStatus.WAITING)
+        self._scheduler.add(request)
+
+    def _end_turn(self, request: Request, status: RequestStatus, new_token_ids: list[int]) -> None:
+        """End a session's turn with `status`: the next part begins another one, or will when it comes."""
+        assert request.session is not None
+        if request.session and request.session[0].is_last:
+            self._finish(request, status, new_token_ids)
+            return
+        self._scheduler.end_turn(request)
+        request.move_to(RequestStatus.WAITING_FOR_STREAMING_REQ)
+        self._blocked[request.request_id] = request
+        self._emit(request, new_token_ids, turn_reason=status.finish_reason)
+        if request.session:
+            self._begin_turn(request)
+
+    def _begin_turn(self, request: Request) -> None:
+        """Go on with the first part that a session waiting for input has got."""
+        assert request.session is not None
+        part = request.session.popleft()
+        if part.is_last:
+            self._finish(request, RequestStatus.FINISHED_STOPPED)
+            return
+        num_before = request.num_tokens - bool(request.num_output_tokens)
+        refusal = self._limits.prompt_refusal(part.prompt_token_ids, num_before, part.sampling_params.max_tokens)
+        if refusal is not None:
+            self._finish(request, RequestStatus.FINISHED_ERROR, cause=refusal)
+            return
+        request.begin_turn(part, self.capacity.max_model_len)
+        self._unblock(request)
+
     def _finish(
         self,
         request: Request,
@@ -304,24 +412,35 @@ class EngineCore:
     ) -> None:
         """End `request`: the one way out, which frees everything and emits the terminal output."""
         self._scheduler.remove(request)
+        self._blocked.pop(request.request_id, None)
         request.move_to(status)
         del self._requests[request.request_id]
         self._finished_ids.append(request.request_id)
         self._emit(request, new_token_ids or [], cause)
 
-    def _emit(self, request: Request, new_token_ids: list[int], cause: Cause | None = None) -> None:
+    def _emit(
+        self,
+        request: Request,
+        new_token_ids: list[int],
+        cause: Cause | None = None,
+        turn_reason: FinishReason | None = None,
+    ) -> None:
         """Queue an output; the first one tells how many prompt tokens were cached."""
-        events, request.events = request.events, []
-        is_first = any(event.kind == "queued" for event in events)
+        events, num_cached_tokens = _NO_EVENTS, None
+        if request.events:
+            events, request.events = request.events, []
+            if any(event.kind == "queued" for event in events):
+                num_cached_tokens = request.num_cached_tokens
         self._outputs.append(
             EngineCoreOutput(
                 request_id=request.request_id,
                 new_token_ids=new_token_ids,
-                finish_reason=request.status.finish_reason,
+                finish_reason=request.status.finish_reason if turn_reason is None else None,
                 stop_reason=request.stop_reason,
-                num_cached_tokens=request.num_cached_tokens if is_first else None,
+                num_cached_tokens=num_cached_tokens,
                 events=events,
                 error=cause,
                 step=self._step,
+                turn_reason=turn_reason,
             )
         )

@@ -17,7 +17,7 @@ import msgspec
 from engine.config import EngineConfig, ServeConfig, Setting, settings_of
 from engine.errors import ConfigError
 from engine.models import DEFAULT
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import RepetitionDetection, SamplingParams
 
 MODEL_HELP = f"name of a known model, model folder, GGUF file, hub id, or null (default: {DEFAULT})"
 
@@ -31,6 +31,8 @@ SAMPLING_HELP = {
     "min_tokens": "no end before this many tokens",
     "stop": "a string that ends the text; may be given several times",
     "stop_token_ids": "a token id that ends the text; may be given several times",
+    "repetition_detection": "end output that goes in circles; JSON of max_pattern_size, min_pattern_size, min_count",
+    "skip_reading_prefix_cache": "compute the whole prompt, whatever is cached",
     "ignore_eos": "go on past the model's end token",
     "include_stop_str_in_output": "keep the stop string in the text",
     "skip_special_tokens": "leave special tokens out of the text",
@@ -153,6 +155,8 @@ def _add_sampling_flag(group: Any, name: str, text: str, default: Any) -> None:
     options: dict[str, Any] = {"default": default, "help": f"{text} (default: {_shown(default)})"}
     if kind is bool:
         options["action"] = argparse.BooleanOptionalAction
+    elif kind is RepetitionDetection:
+        options |= {"type": msgspec.json.decode, "metavar": "JSON"}
     else:
         options |= {"type": kind, "metavar": kind.__name__.upper()}
         if isinstance(default, tuple):

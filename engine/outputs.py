@@ -37,7 +37,7 @@ class FinishReason(enum.StrEnum):
     REPETITION = "repetition"
 
 
-class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True):
+class ScheduledRequest(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """One row of a plan. All fields are set by the scheduler.
 
     Attributes:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine import __version__
-from engine.config import EngineConfig, ServeConfig
+from engine.config import EngineConfig, ServeConfig, settings_of
 from engine.flags import MODEL_HELP, SHARED, add_config, add_model, add_sampling, add_settings
 from engine.models import DEFAULT
 
@@ -93,11 +93,21 @@ def _add_benches(verbs: Verbs) -> None:
     verb = _add_verb(benches, "abort", "[MODEL] [flags]", text)
     _add_bench_flags(verb, num_streams=64, rounds=10, within_ms=500.0, input_len=64, output_len=1024, url=None)
 
+    text = "what plan and commit cost without a model, beside their limits"
+    verb = _add_verb(benches, "scheduler", "[flags]", text)
+    _add_counts(verb, num_running=256, num_waiting=100_000, num_blocks=1_000_000, rounds=15)
+    policies = next(setting for setting in settings_of(EngineConfig) if setting.name == "scheduling_policy").choices
+    verb.add_argument("--scheduling-policy", choices=policies, default=policies[0], help="(default: %(default)s)")
+    _add_json(verb)
+
 
 _BENCH_HELP = {
     "num_prompts": "prompts in all",
+    "num_running": "requests that decode",
+    "num_waiting": "requests that wait, where many do",
+    "num_blocks": "KV blocks, where there are many",
     "num_streams": "sockets open at once",
-    "rounds": "how often all streams are cut",
+    "rounds": "how often it is done",
     "within_ms": "each is cut at a random moment of this time, in milliseconds",
     "input_len": "tokens a prompt",
     "output_len": "tokens an answer",
@@ -107,15 +117,23 @@ _BENCH_HELP = {
 
 def _add_bench_flags(verb: argparse.ArgumentParser, **flags: int | float | None) -> None:
     add_model(verb)
+    _add_counts(verb, **flags)
+    _add_json(verb)
+    add_config(verb)
+    add_settings(verb, EngineConfig, log_level="warning", enable_prefix_caching=False)
+
+
+def _add_json(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
+
+
+def _add_counts(verb: argparse.ArgumentParser, **flags: int | float | None) -> None:
     for name, default in flags.items():
         kind = str if default is None else type(default)
         text = _BENCH_HELP[name] if default is None else f"{_BENCH_HELP[name]} (default: {default})"
         verb.add_argument(
             f"--{name.replace('_', '-')}", type=kind, default=default, metavar=kind.__name__.upper(), help=text
         )
-    verb.add_argument("--json", type=Path, metavar="FILE", help="also write the figures to FILE")
-    add_config(verb)
-    add_settings(verb, EngineConfig, log_level="warning", enable_prefix_caching=False)
 
 
 def _add_models(verbs: Verbs) -> None:

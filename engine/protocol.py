@@ -71,6 +71,25 @@ class EngineCoreRequest(Message, frozen=True):
     extras: dict[str, Any] | None = None
 
 
+class SessionPart(Message, frozen=True):
+    """The next part of a session's prompt, which follows what was generated so far; set by the client.
+
+    Attributes:
+        request_id: Of the session.
+        prompt_token_ids: What comes next; empty to end the session.
+        sampling_params: For the turn that answers it.
+    """
+
+    request_id: RequestId
+    prompt_token_ids: list[int]
+    sampling_params: SamplingParams = SamplingParams()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it ends the session."""
+        return not self.prompt_token_ids
+
+
 class AbortRequest(Message, frozen=True):
     """End these requests; unknown or ended ids are ignored. Set by the client."""
 
@@ -149,11 +168,12 @@ class EngineCoreOutput(Message, frozen=True):
         logprobs: Of the new tokens, when asked for.
         prompt_logprobs: Of the prompt, when asked for.
         finish_reason: Set on the last output of a request, and only there.
-        stop_reason: The stop token's id; None for EOS, length and abort.
+        stop_reason: The stop token's id, or repetition_detected; None for EOS, length and abort.
         num_cached_tokens: Prompt tokens the prefix cache gave at first admission; on the first output.
         events: Since the last output of this request.
         error: Why, when the finish reason is error.
         step: Index of the step that gave it.
+        turn_reason: Why a turn of a session ended; the session goes on with its next part.
     """
 
     request_id: RequestId
@@ -166,6 +186,7 @@ class EngineCoreOutput(Message, frozen=True):
     events: list[EngineCoreEvent] = []
     error: Cause | None = None
     step: int = 0
+    turn_reason: FinishReason | None = None
 
 
 class UtilityResult(Message, frozen=True):

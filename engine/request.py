@@ -8,12 +8,18 @@ because it is a fact about a request alone; stop strings are text and are found 
 from __future__ import annotations
 
 import enum
+from collections import deque
 from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from engine.outputs import FinishReason, TokenArray
-from engine.protocol import EngineCoreEvent, EngineCoreRequest
+from engine.protocol import EngineCoreEvent, EngineCoreRequest, SessionPart
+from engine.sampling_params import RepetitionDetection, SamplingParams
+
+if TYPE_CHECKING:
+    from engine.structured_output.grammar import Grammar
 
 _LEAST_CAPACITY = 32
 
@@ -30,6 +36,7 @@ class RequestStatus(enum.IntEnum):
     FINISHED_LENGTH_CAPPED = enum.auto()
     FINISHED_ABORTED = enum.auto()
     FINISHED_IGNORED = enum.auto()
+    """vLLM's end of prompts that do not fit; here they are refused with an error, and nothing leads to it."""
     FINISHED_ERROR = enum.auto()
     FINISHED_REPETITION = enum.auto()
 
@@ -66,15 +73,15 @@ _FROM_OUTSIDE = frozenset(
 """Ends that may come at any time: an abort, a stop string seen by the client, a refusal or a failure."""
 _BY_SAMPLING = frozenset(status for status in RequestStatus if status.is_finished) - {RequestStatus.FINISHED_IGNORED}
 """Ends that a sampled token may bring, also to a preempted request whose last plan was still in flight."""
-_NEXT_PART = frozenset({RequestStatus.WAITING_FOR_STREAMING_REQ, RequestStatus.WAITING})
-"""Where a streaming session goes when its present part is done."""
+_END_OF_TURN = frozenset({RequestStatus.WAITING_FOR_STREAMING_REQ})
+"""Where a session goes when its present turn is done."""
 
 TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
-    RequestStatus.WAITING: _FROM_OUTSIDE | {RequestStatus.RUNNING, RequestStatus.FINISHED_IGNORED},
+    RequestStatus.WAITING: _FROM_OUTSIDE | {RequestStatus.RUNNING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR},
     RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR: _FROM_OUTSIDE | {RequestStatus.WAITING},
     RequestStatus.WAITING_FOR_STREAMING_REQ: _FROM_OUTSIDE | {RequestStatus.WAITING},
-    RequestStatus.RUNNING: _BY_SAMPLING | _NEXT_PART | {RequestStatus.PREEMPTED},
-    RequestStatus.PREEMPTED: _BY_SAMPLING | _NEXT_PART | {RequestStatus.RUNNING},
+    RequestStatus.RUNNING: _BY_SAMPLING | _END_OF_TURN | {RequestStatus.PREEMPTED},
+    RequestStatus.PREEMPTED: _BY_SAMPLING | _END_OF_TURN | {RequestStatus.RUNNING},
 }
 """Every legal move. A status that is not a key is final."""
 
@@ -97,7 +104,7 @@ class AppendOnlyArray:
     Growing past the capacity moves to a buffer of twice the size; older views keep the older buffer.
     """
 
-    __slots__ = ("_buffer", "_length", "_read_only")
+    __slots__ = ("_buffer", "_capacity", "_length", "_read_only")
 
     def __init__(self, values: Sequence[int] = ()) -> None:
         """Copy `values`."""
@@ -108,21 +115,48 @@ class AppendOnlyArray:
 
     def append(self, value: int) -> None:
         """Add one number."""
-        if self._length == len(self._buffer):
+        if self._length == self._capacity:
             self._allocate(self._buffer)
         self._buffer[self._length] = value
         self._length += 1
+
+    def drop_last(self) -> None:
+        """Take back the last number, which no view handed out may hold."""
+        self._length -= 1
 
     def view(self) -> TokenArray:
         """Return all numbers so far, read-only, `[len(self)]`, without a copy."""
         return self._read_only[: self._length]
 
     def _allocate(self, values: TokenArray) -> None:
-        self._buffer = np.empty(max(_LEAST_CAPACITY, 2 * len(values)), dtype=np.int32)
+        self._capacity = max(_LEAST_CAPACITY, 2 * len(values))
+        self._buffer = np.empty(self._capacity, dtype=np.int32)
         self._buffer[: len(values)] = values
         self._length = len(values)
         self._read_only = self._buffer.view()
         self._read_only.flags.writeable = False
+
+
+class MediaSpan(NamedTuple):
+    """Where the tokens of a media item stand in the prompt; `identifier` is a digest of its content."""
+
+    identifier: str
+    offset: int
+    length: int
+
+
+class Shortage(NamedTuple):
+    """Why a request was not admitted.
+
+    Attributes:
+        num_blocks: Free blocks it would have taken in the end.
+        num_new: Tokens it would have computed.
+        next_hash: Hash of its first block that was not cached; None where nothing more can be hit.
+    """
+
+    num_blocks: int
+    num_new: int
+    next_hash: bytes | None
 
 
 class Request:
@@ -130,40 +164,64 @@ class Request:
 
     Attributes:
         request_id: Internal id.
-        sampling_params: Resolved parameters.
+        sampling_params: Resolved parameters; those of the present turn, in a session.
+        priority: Lower is more urgent; for the priority policy.
+        client_key: Who asks; for the fair policy.
         cache_salt: Separates its prefix cache entries from those of other salts.
+        adapter_key: Separates them from those of other adapters.
+        media: Separates them by what the media tokens stand for.
+        reads_prefix_cache: Whether it may take what others computed; what it computes can be hit in any case.
         arrival_number: Place in the order of arrival; set by the core.
+        place: Urgency and position in the order of the policy; set by the scheduler each time it waits.
         num_prompt_tokens: Length of the prompt.
         max_num_tokens: Length, prompt included, at which it ends with reason `length`.
-        tokens: Prompt and all sampled tokens; extended by `append` alone.
+        tokens: Prompt and all sampled tokens; extended by `append` and `begin_turn` alone.
         num_tokens: Known tokens: the prompt and what was sampled and committed.
         num_computed_tokens: Tokens whose K/V the plans so far compute or the prefix cache gave; set by the scheduler.
+        num_processed_tokens: Those of them that no plan in flight is still to compute; set by the scheduler.
         num_placeholders: Tokens that plans in flight will sample; set by the scheduler.
         generation: Rows planned in an earlier generation are void; raised by `rewind`.
         last_step: Step of the newest plan with a row of it, 0 before the first; set by the scheduler.
         num_preemptions: How often its blocks were taken back; set by the scheduler.
+        num_yields: How often that was done for another request's sake; set by the scheduler.
+        num_overtaken: How many later requests were admitted past it; set by the scheduler.
         num_cached_tokens: Prompt tokens the prefix cache gave at first admission, None before; set by the scheduler.
         block_hashes: Chained hash of each full block of `tokens`; extended by the prefix cache.
-        stop_reason: The stop token that ended it; set by `check_stop`.
+        shortage: Why it was not admitted when last tried; set by the KV cache manager.
+        grammar: What its output must match; set by the core when it is compiled.
+        session: The parts that are still to come, None where it is no session; set by the core.
+        stop_reason: What ended it beside EOS and length; set by `check_stop`.
         events: Since its last output; taken by the core.
     """
 
     __slots__ = (
+        "adapter_key",
         "arrival_number",
         "block_hashes",
         "cache_salt",
+        "client_key",
         "events",
         "generation",
+        "grammar",
         "last_step",
         "max_num_tokens",
+        "media",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_overtaken",
         "num_placeholders",
         "num_preemptions",
+        "num_processed_tokens",
         "num_prompt_tokens",
         "num_tokens",
+        "num_yields",
+        "place",
+        "priority",
+        "reads_prefix_cache",
         "request_id",
         "sampling_params",
+        "session",
+        "shortage",
         "status",
         "stop_reason",
         "tokens",
@@ -172,32 +230,45 @@ class Request:
     def __init__(self, request: EngineCoreRequest, arrival_number: int, max_model_len: int) -> None:
         """Take over `request`, the `arrival_number`-th of its engine, whose context holds `max_model_len` tokens."""
         self.request_id = request.request_id
-        self.sampling_params = request.sampling_params
+        self.priority = request.priority
+        self.client_key = request.client_key
         self.cache_salt = request.cache_salt
+        self.adapter_key: str | None = None
+        self.media: tuple[MediaSpan, ...] = ()
         self.arrival_number = arrival_number
+        self.place = (0, arrival_number)
         self.tokens = AppendOnlyArray(request.prompt_token_ids)
-        self.num_tokens = self.num_prompt_tokens = len(request.prompt_token_ids)
-        max_tokens = request.sampling_params.max_tokens
-        wanted = max_model_len if max_tokens is None else self.num_prompt_tokens + max_tokens
-        self.max_num_tokens = min(max_model_len, wanted)
+        self.num_tokens = 0
+        self._take_params(request.sampling_params, max_model_len)
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
+        self.num_processed_tokens = 0
         self.num_placeholders = 0
         self.generation = 0
         self.last_step = 0
         self.num_preemptions = 0
+        self.num_yields = 0
+        self.num_overtaken = 0
         self.num_cached_tokens: int | None = None
         self.block_hashes: list[bytes] = []
-        self.stop_reason: int | None = None
+        self.shortage: Shortage | None = None
+        self.grammar: Grammar | None = None
+        self.session: deque[SessionPart] | None = None
+        self.stop_reason: int | str | None = None
         self.events: list[EngineCoreEvent] = []
 
     def __repr__(self) -> str:
         computed = f"{self.num_computed_tokens}/{self.num_tokens}+{self.num_placeholders}"
         return f"Request({self.request_id} {self.status} computed={computed})"
 
+    def append(self, token_id: int) -> None:
+        """Add a sampled token."""
+        self.tokens.append(token_id)
+        self.num_tokens += 1
+
     @property
     def num_output_tokens(self) -> int:
-        """Sampled and committed tokens."""
+        """Sampled and committed tokens; those of the present turn, in a session."""
         return self.num_tokens - self.num_prompt_tokens
 
     @property
@@ -205,10 +276,10 @@ class Request:
         """Whether it has ended."""
         return self.status.is_finished
 
-    def append(self, token_id: int) -> None:
-        """Add a sampled token."""
-        self.tokens.append(token_id)
-        self.num_tokens += 1
+    @property
+    def awaits_first_step(self) -> bool:
+        """Whether it lives and was never admitted."""
+        return self.num_cached_tokens is None and not self.is_finished
 
     def move_to(self, status: RequestStatus) -> None:
         """Change the status.
@@ -226,6 +297,27 @@ class Request:
         self.num_placeholders = 0
         self.num_computed_tokens = num_computed_tokens
 
+    def begin_turn(self, part: SessionPart, max_model_len: int) -> None:
+        """Let a session's next part follow what was computed; the caller has seen to it that nothing is in flight.
+
+        The last sampled token, which the model has not read, gives way to the part.
+        """
+        if self.num_output_tokens:
+            self.tokens.drop_last()
+            self.block_hashes.clear()
+        for token_id in part.prompt_token_ids:
+            self.tokens.append(token_id)
+        self._take_params(part.sampling_params, max_model_len)
+        self.stop_reason = None
+
+    def _take_params(self, params: SamplingParams, max_model_len: int) -> None:
+        """Let the tokens so far be the prompt of what `params` ask for."""
+        self.sampling_params = params
+        self.reads_prefix_cache = not params.skip_reading_prefix_cache
+        self.num_tokens = self.num_prompt_tokens = len(self.tokens)
+        wanted = max_model_len if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
+        self.max_num_tokens = min(max_model_len, wanted)
+
 
 def append_sampled(request: Request, token_ids: list[int]) -> tuple[list[int], RequestStatus | None]:
     """Append sampled tokens up to and including the one that ends the request; drop those after it.
@@ -242,13 +334,15 @@ def append_sampled(request: Request, token_ids: list[int]) -> tuple[list[int], R
 
 
 def check_stop(request: Request, token_id: int) -> RequestStatus | None:
-    """Say how `token_id`, its newest token, ends `request`, or None; sets `stop_reason` where a stop token did.
+    """Say how `token_id`, its newest token, ends `request`, or None; sets `stop_reason` where it says more.
 
-    In this order: below min_tokens neither EOS nor stop tokens count; EOS unless ignored; stop tokens; then the length
-    limits, which hold below min_tokens too. So a stop token in the last allowed position is a stop.
+    In this order: below min_tokens neither EOS nor stop tokens nor a repetition count; EOS unless ignored; stop
+    tokens; then the length limits, which hold below min_tokens too; then a repetition. So a stop token in the last
+    allowed position is a stop.
     """
     params = request.sampling_params
-    if request.num_output_tokens >= params.min_tokens:
+    is_long_enough = request.num_tokens - request.num_prompt_tokens >= params.min_tokens
+    if is_long_enough:
         if token_id in params.eos_token_ids and not params.ignore_eos:
             return RequestStatus.FINISHED_STOPPED
         if token_id in params.stop_token_ids:
@@ -256,4 +350,22 @@ def check_stop(request: Request, token_id: int) -> RequestStatus | None:
             return RequestStatus.FINISHED_STOPPED
     if request.num_tokens >= request.max_num_tokens:
         return RequestStatus.FINISHED_LENGTH_CAPPED
+    if params.repetition_detection is not None and is_long_enough:
+        output = request.tokens.view()[request.num_prompt_tokens :]
+        if ends_in_repetition(output, params.repetition_detection):
+            request.stop_reason = "repetition_detected"
+            return RequestStatus.FINISHED_REPETITION
     return None
+
+
+def ends_in_repetition(token_ids: TokenArray, detection: RepetitionDetection) -> bool:
+    """Whether the last tokens are one pattern, of a size that `detection` names, `min_count` times in a row."""
+    for size in range(max(1, detection.min_pattern_size), detection.max_pattern_size + 1):
+        num_repeated = size * detection.min_count
+        if num_repeated > len(token_ids):
+            return False
+        if token_ids[-1] == token_ids[-1 - size]:
+            tail = token_ids[-num_repeated:]
+            if np.array_equal(tail[size:], tail[:-size]):
+                return True
+    return False

@@ -22,10 +22,17 @@ MAX_STOP_CHARS = 1024
 """Longest stop string: text that may become one is held back and searched at each token."""
 MAX_STOP_TOKEN_IDS = 128
 """Most stop token ids one request may carry: each is compared with each token."""
+MAX_PATTERN_SIZE = 128
+"""Longest repeated pattern looked for: each size is tried at each token."""
+MAX_PATTERN_COUNT = 1024
+"""Most repetitions that may be asked for."""
 MAX_TOP_K = 2**31 - 1
 """No vocabulary is larger; what is sent must fit a word."""
 GREEDY_BELOW = 1e-5
 """Temperatures under this take the arg max; no scaling is applied."""
+
+
+_SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "skip_reading_prefix_cache")
 
 
 class OutputKind(enum.StrEnum):
@@ -34,6 +41,33 @@ class OutputKind(enum.StrEnum):
     DELTA = "delta"
     CUMULATIVE = "cumulative"
     FINAL_ONLY = "final_only"
+
+
+class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True):
+    """When output that goes round in circles is ended, with finish reason `repetition`.
+
+    Attributes:
+        max_pattern_size: Longest pattern looked for, in tokens; 0 for none.
+        min_pattern_size: Shortest pattern looked for.
+        min_count: Times in a row that a pattern must have come.
+    """
+
+    max_pattern_size: int = 0
+    min_pattern_size: int = 0
+    min_count: int = 2
+
+    def __post_init__(self) -> None:
+        """Check every field.
+
+        Raises:
+            InvalidRequest: A value is of the wrong type or out of its range; the caller's fault.
+        """
+        try:
+            _check_int("max_pattern_size", self.max_pattern_size, 0, MAX_PATTERN_SIZE)
+            _check_int("min_pattern_size", self.min_pattern_size, 0, self.max_pattern_size)
+            _check_int("min_count", self.min_count, 2, MAX_PATTERN_COUNT)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"repetition_detection: {error}", param="repetition_detection") from None
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -50,6 +84,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         min_tokens: No end (EOS, stop token or stop string) before this many tokens.
         stop: Strings that end the text.
         stop_token_ids: Token ids that end the text.
+        repetition_detection: End output that goes round in circles; see `RepetitionDetection`.
+        skip_reading_prefix_cache: Compute the whole prompt, whatever is cached; what is computed can still be hit.
         ignore_eos: Go on past the end-of-sequence token.
         include_stop_str_in_output: Keep the stop string or stop token in the text.
         skip_special_tokens: Leave special tokens out of the text.
@@ -67,6 +103,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    repetition_detection: RepetitionDetection | None = None
+    skip_reading_prefix_cache: bool = False
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
@@ -96,12 +134,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, None)
         _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens"):
+        for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r}", param=name)
         _check_count("stop", self.stop, MAX_STOP_STRINGS)
         for text in self.stop:
             _check_stop_string(text)
+        detection: Any = self.repetition_detection
+        if detection is not None and not isinstance(detection, RepetitionDetection):
+            msgspec.structs.force_setattr(self, "repetition_detection", _repetition_detection(detection))
         if self.output_kind is not None:
             msgspec.structs.force_setattr(self, "output_kind", _output_kind(self.output_kind))
 
@@ -137,6 +178,14 @@ def _check_stop_string(text: str) -> None:
             f"a stop string may have at most {MAX_STOP_CHARS} characters, got {len(text)}", param="stop"
         )
     check_text("stop", text)
+
+
+def _repetition_detection(value: Any) -> RepetitionDetection:
+    known = RepetitionDetection.__struct_fields__
+    if not isinstance(value, dict) or not value.keys() <= set(known):
+        message = f"repetition_detection must be an object of {', '.join(known)}, got {value!r}"
+        raise InvalidRequest(message, param="repetition_detection")
+    return RepetitionDetection(**value)
 
 
 def _output_kind(value: Any) -> OutputKind:

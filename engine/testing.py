@@ -1,13 +1,15 @@
 """What tests and fuzzers may use: a core driven on the integer model, with its invariants checked after each act.
 
 No product file imports this. The integer model is the oracle: every request's tokens must equal `expected_tokens`,
-whatever else ran, was aborted, preempted, or failed.
+whatever else ran, was aborted, preempted, or failed. What no later state shows is checked on the plans themselves: a
+block that a plan in flight names is written by nobody else.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +18,11 @@ import msgspec
 from engine.config import EngineConfig
 from engine.core import EngineCore, WaitsFor
 from engine.errors import Cause
-from engine.executor.null import NullModelRunner, expected_tokens
+from engine.executor.null import NullModelRunner, Windows, expected_tokens
+from engine.kv_cache.spec import num_skipped_blocks
 from engine.outputs import FinishReason, RequestId, SchedulerOutput
-from engine.protocol import AbortReason, EngineCoreOutput, EngineCoreRequest
+from engine.protocol import AbortReason, EngineCoreOutput, EngineCoreRequest, PauseMode
+from engine.request import Request
 from engine.sampling_params import SamplingParams
 
 __all__ = ["Completion", "CoreDriver", "NullModelRunner", "expected_tokens", "run_core"]
@@ -44,28 +48,82 @@ class Completion:
         return [event.kind for output in self.outputs for event in output.events]
 
 
+@dataclass
+class LaunchedPlan:
+    """A plan in flight, and what became of its step.
+
+    Attributes:
+        plan: The plan.
+        fails: Whether its step is to fail, or has failed.
+        has_run: Whether its step was executed.
+        follows_failure: Whether an earlier step failed after this plan was made: late tokens may be missing.
+        reads: For each row whose it is and which blocks it reads or writes.
+    """
+
+    plan: SchedulerOutput
+    fails: bool
+    has_run: bool = False
+    follows_failure: bool = False
+    reads: list[tuple[EngineCoreRequest | RequestId, set[int]]] = field(default_factory=list)
+
+
 class CoreDriver:
     """A core with a runner, a clock that ticks once a call, and all outputs collected by request."""
 
-    def __init__(self, core: EngineCore, runner: NullModelRunner) -> None:
-        """Drive `core` on `runner`, which has been started."""
+    def __init__(self, core: EngineCore, runner: NullModelRunner, *, runs_late: bool = False) -> None:
+        """Drive `core` on `runner`, which has been started.
+
+        A plan runs when it is made or, with `runs_late`, only when its result is asked for: between the two nothing
+        that it refers to may change.
+        """
         self.core = core
         self.runner = runner
-        self.plans: deque[tuple[SchedulerOutput, bool]] = deque()
+        self.runs_late = runs_late
+        self.plans: deque[LaunchedPlan] = deque()
         self.completions: dict[RequestId, Completion] = {}
         self.requests: dict[RequestId, EngineCoreRequest] = {}
         self.past: list[tuple[EngineCoreRequest, Completion]] = []
         self.now = 0.0
+        self.num_outputs = 0
 
     @classmethod
-    def of(cls, *, max_concurrent_plans: int = 1, hash_salt: bytes = b"", **settings: Any) -> CoreDriver:
+    def of(
+        cls,
+        *,
+        max_concurrent_plans: int = 1,
+        windows: Windows = (None, None),
+        hash_salt: bytes = b"",
+        runs_late: bool = False,
+        **settings: Any,
+    ) -> CoreDriver:
         """Make core and runner from the fields of `EngineConfig`."""
         config = EngineConfig.of(model="null", **settings)
-        runner = NullModelRunner(config, max_concurrent_plans)
+        runner = NullModelRunner(config, max_concurrent_plans, windows=windows)
         capacity = runner.start(lambda phase, done, total: None)
-        return cls(EngineCore(config, capacity, hash_salt=hash_salt), runner)
+        return cls(EngineCore(config, capacity, hash_salt=hash_salt), runner, runs_late=runs_late)
 
-    def add(self, name: str, prompt: Sequence[int], *, cache_salt: str | None = None, **params: Any) -> RequestId:
+    @property
+    def live_requests(self) -> Collection[Request]:
+        """All requests that have not ended."""
+        return self.core._requests.values()
+
+    def is_live(self, request: EngineCoreRequest | RequestId) -> bool:
+        """Whether this very request, added here, has not ended."""
+        if not isinstance(request, EngineCoreRequest):
+            return False
+        name = request.request_id
+        return self.requests[name] is request and self.completions[name].finish_reason is None
+
+    def add(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        *,
+        cache_salt: str | None = None,
+        priority: int = 0,
+        client_key: str | None = None,
+        **params: Any,
+    ) -> RequestId:
         """Add a request named `name`; greedy unless `params`, fields of `SamplingParams`, say otherwise.
 
         A name may be used again once its request has ended; what that one got moves to `past`.
@@ -76,6 +134,8 @@ class CoreDriver:
             prompt_token_ids=list(prompt),
             sampling_params=SamplingParams(**{"temperature": 0.0, **params}),
             arrival_time=0.0,
+            priority=priority,
+            client_key=client_key,
             cache_salt=cache_salt,
         )
         self.core.add(request, self._tick())
@@ -98,26 +158,61 @@ class CoreDriver:
         """
         plan = self.core.plan(self._tick())
         if plan is not None:
-            self.plans.append((plan, not fails and self._execute(plan)))
+            launched = LaunchedPlan(plan, fails)
+            self._check_blocks(launched)
+            self.plans.append(launched)
+            if not self.runs_late:
+                self._execute(launched)
         elif self.core.has_work:
             assert self.core.waits_for is not None, "there is work, no plan, and nothing that will change it"
         self.check()
         return plan
 
-    def finish_step(self, *, blamed: Iterable[str] | None = None, broken: Iterable[str] = ()) -> SchedulerOutput:
+    def finish_step(
+        self,
+        *,
+        blamed: Iterable[str] | None = None,
+        broken: Iterable[str] = (),
+        more: Mapping[str, Sequence[int]] | None = None,
+    ) -> SchedulerOutput:
         """Commit the oldest plan, or fail it if its step failed.
 
-        A failed step is blamed on `blamed` (None: all its rows); of one that ran, the rows of `broken` failed alone.
+        A failed step is blamed on `blamed` (None: all its rows); of one that ran, the rows of `broken` failed alone,
+        and those of `more` sampled further tokens.
         """
-        plan, has_run = self.plans.popleft()
-        if has_run:
+        launched = self.plans[0]
+        if self.runs_late:
+            self._execute(launched)
+        self.plans.popleft()
+        plan = launched.plan
+        if launched.has_run:
             output = self.runner.sample(self.core.grammar_masks(plan))
+            for row, token_ids in zip(plan.requests, output.sampled_token_ids, strict=True):
+                token_ids += (more or {}).get(row.request_id, ())
             failed = {RequestId(name): SIMULATED_FAILURE for name in broken}
             self.core.commit(plan, msgspec.structs.replace(output, failed=failed), self._tick())
         else:
             self.core.fail(plan, SIMULATED_FAILURE, None if blamed is None else [RequestId(name) for name in blamed])
+            for later in self.plans:
+                later.follows_failure = True
         self.check()
         return plan
+
+    def pause(self, mode: PauseMode) -> None:
+        """Pause."""
+        self.core.pause(mode)
+        self.check()
+
+    def resume(self) -> None:
+        """Undo the pause."""
+        self.core.resume()
+        self.check()
+
+    def reset_prefix_cache(self, *, reset_running: bool = False) -> bool:
+        """Reset the prefix cache; returns whether it was done."""
+        done = self.core.reset_prefix_cache(reset_running)
+        self.check()
+        return done
 
     def step(self) -> SchedulerOutput | None:
         """Make one plan and finish the oldest; returns the plan made."""
@@ -140,15 +235,43 @@ class CoreDriver:
     def expected(self, name: str, num_tokens: int) -> list[int]:
         """Return the first `num_tokens` tokens that request `name` must get."""
         request = self.requests[RequestId(name)]
-        return expected_tokens(request.prompt_token_ids, request.sampling_params, num_tokens)
+        return expected_tokens(request.prompt_token_ids, request.sampling_params, num_tokens, self.runner.windows)
 
-    def _execute(self, plan: SchedulerOutput) -> bool:
+    def _execute(self, launched: LaunchedPlan) -> None:
+        if launched.fails or launched.has_run:
+            return
         try:
-            self.runner.execute(plan)
+            self.runner.execute(launched.plan)
         except KeyError:
-            assert any(not has_run for _, has_run in self.plans), "late tokens are missing although no step failed"
-            return False
-        return True
+            earlier = itertools.takewhile(lambda other: other is not launched, self.plans)
+            excused = launched.follows_failure or any(other.fails for other in earlier)
+            assert excused, "late tokens are missing although no step failed"
+            launched.fails = True
+        else:
+            launched.has_run = True
+
+    def _check_blocks(self, launched: LaunchedPlan) -> None:
+        """Check that the plan writes into no block that another request's row, of an earlier plan or above, reads.
+
+        Rows of plans that follow a failed step count for nothing.
+        """
+        block_size = self.core.capacity.block_size
+        for row in launched.plan.requests:
+            owner = self.requests.get(row.request_id, row.request_id)
+            tables = [table.tolist() for table in row.block_tables]
+            first, last = row.start // block_size, (row.start + row.num_tokens - 1) // block_size
+            written = {block for table in tables for block in table[first : last + 1]}
+            counting = (earlier.reads for earlier in self.plans if not earlier.follows_failure)
+            for other, read in itertools.chain(*counting, launched.reads):
+                taken = other is not owner and written & read
+                assert not taken, f"{row.request_id} writes blocks {taken}, which an earlier row in flight reads"
+            windows = zip(tables, self.core.capacity.kv_cache_groups, strict=True)
+            seen = (table[num_skipped_blocks(group, row.start, block_size) :] for table, group in windows)
+            launched.reads.append((owner, set().union(*seen)))
+
+    def num_cached_tokens(self, request: Request) -> int:
+        """Return how many tokens of `request` one could hit who comes with the same."""
+        return self.core._kv_cache.match(request).num_tokens
 
     def _tick(self) -> float:
         self.now += 1.0
@@ -161,6 +284,7 @@ class CoreDriver:
             completion = self.completions.setdefault(output.request_id, Completion())
             assert completion.finish_reason is None, f"{output.request_id}: an output after the terminal one"
             completion.outputs.append(output)
+            self.num_outputs += 1
             completion.token_ids += output.new_token_ids
 
 

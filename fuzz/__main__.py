@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
-from fuzz import http, kills, kv_cache, scheduler
+from engine.scheduler.policy import POLICIES
+from fuzz import driver, faults, http, kills, kv_cache, scheduler
 
-TARGETS = {"http": http.run, "kills": kills.run, "kv_cache": kv_cache.run, "scheduler": scheduler.run}
+TARGETS = {
+    "faults": faults.run,
+    "http": http.run,
+    "kills": kills.run,
+    "kv_cache": partial(driver.run, kv_cache.TARGET),
+    "scheduler": partial(driver.run, scheduler.TARGET),
+}
 
 
 def main() -> None:
@@ -15,8 +23,16 @@ def main() -> None:
     parser.add_argument("target", choices=sorted(TARGETS))
     parser.add_argument("--minutes", type=float, default=10.0, help="how long to run (default 10)")
     parser.add_argument("--seed", type=int, default=0, help="of the histories (default 0)")
+    parser.add_argument("--policy", choices=sorted(POLICIES), help="scheduler: this policy only (default: any)")
+    parser.add_argument("--record", action="store_true", help="faults: keep the histories that find them as tests")
     arguments = parser.parse_args()
-    TARGETS[arguments.target](arguments.minutes, arguments.seed)
+    if arguments.policy is not None and arguments.target != "scheduler":
+        parser.error(f"--policy goes with the target scheduler, not with {arguments.target}")
+    if arguments.record and arguments.target != "faults":
+        parser.error(f"--record goes with the target faults, not with {arguments.target}")
+    options = {"scheduling_policy": arguments.policy, "record": arguments.record or None}
+    given = {name: value for name, value in options.items() if value is not None}
+    TARGETS[arguments.target](arguments.minutes, arguments.seed, **given)
 
 
 if __name__ == "__main__":

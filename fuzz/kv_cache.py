@@ -8,98 +8,132 @@ slot that counts as computed must hold exactly the request's own beginning, and 
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from engine.kv_cache.manager import KVCacheManager
 from engine.outputs import RequestId
 from engine.protocol import EngineCoreRequest
 from engine.request import Request
 from engine.sampling_params import SamplingParams
+from fuzz.coverage import Coverage
+from fuzz.history import Drawn, Operation, Target, choose
 
-
-@dataclass(frozen=True)
-class Admit:
-    """Admit a request of `length` tokens that begins like all of the same `prefix`, and compute its first `chunk`."""
-
-    prefix: int = 0
-    length: int = 1
-    chunk: int = 1
-    salt: int = 0
-
-
-@dataclass(frozen=True)
-class Compute:
-    """Compute up to `num_tokens` more tokens of the `index`-th running request, appending one if none is left."""
-
-    index: int = 0
-    num_tokens: int = 1
-
-
-@dataclass(frozen=True)
-class Release:
-    """Let go of the `index`-th running request."""
-
-    index: int = 0
-
-
-@dataclass(frozen=True)
-class Settle:
-    """Commit the oldest step in flight."""
-
-
-@dataclass(frozen=True)
-class Undo:
-    """The oldest step in flight failed, and with it all later ones."""
-
-
-@dataclass(frozen=True)
-class Clear:
-    """Reset the prefix cache, with everybody released."""
-
-
-Operation = Admit | Compute | Release | Settle | Undo | Clear
 _Slot = tuple[int, int]
 
 
-@dataclass
+@dataclass(frozen=True, repr=False)
+class Settings(Drawn):
+    """A pool of a few blocks."""
+
+    num_blocks: int = choose(*range(3, 17))
+    block_size: int = choose(1, 2, 3, 4)
+    enable_prefix_caching: bool = choose(*[True] * 9, False)
+
+
+@dataclass(frozen=True, repr=False)
+class Admit(Operation):
+    """Admit a request of `length` tokens that begins like all of the same `prefix`, and compute its first `chunk`."""
+
+    weight: ClassVar[int] = 20
+    prefix: int = choose(0, 1, 2)
+    length: int = choose(*range(1, 15))
+    chunk: int = choose(*range(1, 15))
+    salt: int = choose(0, 1)
+
+    def apply(self, simulation: Simulation) -> None:
+        """Admit it."""
+        simulation.admit(self)
+
+
+@dataclass(frozen=True, repr=False)
+class Compute(Operation):
+    """Compute up to `num_tokens` more tokens of the `index`-th running request, appending one if none is left."""
+
+    weight: ClassVar[int] = 50
+    index: int = choose(*range(6))
+    num_tokens: int = choose(*range(1, 7))
+
+    def apply(self, simulation: Simulation) -> None:
+        """Compute them."""
+        if simulation.running:
+            simulation.compute(simulation.running[self.index % len(simulation.running)], self.num_tokens)
+
+
+@dataclass(frozen=True, repr=False)
+class Release(Operation):
+    """Let go of the `index`-th running request."""
+
+    weight: ClassVar[int] = 12
+    index: int = choose(*range(6))
+
+    def apply(self, simulation: Simulation) -> None:
+        """Release it."""
+        if simulation.running:
+            simulation.release(simulation.running[self.index % len(simulation.running)])
+
+
+@dataclass(frozen=True, repr=False)
+class Settle(Operation):
+    """Commit the oldest step in flight."""
+
+    weight: ClassVar[int] = 40
+
+    def apply(self, simulation: Simulation) -> None:
+        """Commit it."""
+        if simulation.in_flight:
+            simulation.manager.settle(simulation.in_flight.pop(0)[0])
+
+
+@dataclass(frozen=True, repr=False)
+class Undo(Operation):
+    """The oldest step in flight failed, and with it all later ones."""
+
+    weight: ClassVar[int] = 2
+
+    def apply(self, simulation: Simulation) -> None:
+        """Undo them."""
+        if simulation.in_flight:
+            simulation.undo()
+
+
+@dataclass(frozen=True, repr=False)
+class Clear(Operation):
+    """Reset the prefix cache, with everybody released."""
+
+    def apply(self, simulation: Simulation) -> None:
+        """Reset it."""
+        for request in tuple(simulation.running):
+            simulation.release(request)
+        simulation.manager.reset_prefix_cache()
+
+
 class Simulation:
     """Applies a history to a manager and compares it with the model after each operation."""
 
-    num_blocks: int = 8
-    block_size: int = 2
-    enable_prefix_caching: bool = True
-    running: list[Request] = field(default_factory=list)
-    content: dict[_Slot, tuple[Any, ...]] = field(default_factory=dict)
-    in_flight: list[tuple[int, Request, int, list[_Slot]]] = field(default_factory=list)
-    num_steps: int = 0
-
-    def __post_init__(self) -> None:
-        """Make the manager."""
+    def __init__(self, settings: Settings, coverage: Coverage | None = None) -> None:
+        """Make the manager; what is met is counted in `coverage`."""
+        self.coverage = Coverage() if coverage is None else coverage
+        self.block_size = settings.block_size
+        self.running: list[Request] = []
+        self.in_flight: list[tuple[int, Request, int, list[_Slot]]] = []
+        self.num_steps = 0
+        self._content: dict[_Slot, tuple[Any, ...]] = {}
         self.manager = KVCacheManager(
-            self.num_blocks, self.block_size, enable_prefix_caching=self.enable_prefix_caching, hash_salt=b""
+            settings.num_blocks,
+            settings.block_size,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            hash_salt=b"",
         )
 
     def apply(self, operation: Operation) -> None:
         """Apply one operation; one that cannot be applied now does nothing."""
-        match operation:
-            case Admit():
-                self._admit(operation)
-            case Compute(index, num_tokens) if self.running:
-                self._compute(self.running[index % len(self.running)], num_tokens)
-            case Release(index) if self.running:
-                self._release(self.running[index % len(self.running)])
-            case Settle() if self.in_flight:
-                self.manager.settle(self.in_flight.pop(0)[0])
-            case Undo() if self.in_flight:
-                self._undo()
-            case Clear():
-                for request in tuple(self.running):
-                    self._release(request)
-                self.manager.reset_prefix_cache()
+        event = operation.event(self)
+        if event is not None:
+            self.coverage.saw(
+                event, ("running" if self.running else "idle", f"{min(len(self.in_flight), 3)} in flight")
+            )
+        operation.apply(self)
         self.manager.check_invariants(self.running)
 
     def finish(self) -> None:
@@ -110,9 +144,10 @@ class Simulation:
         """
         for operation in [*(Settle() for _ in self.in_flight), *(Release() for _ in self.running)]:
             self.apply(operation)
-        assert self.manager.pool.num_used_blocks == 0
+        assert self.manager.pool.num_used_blocks == 0, "blocks leaked"
 
-    def _admit(self, operation: Admit) -> None:
+    def admit(self, operation: Admit) -> None:
+        """Admit a request and compute its first tokens, if it fits."""
         self.num_steps += 1
         name = f"r{self.num_steps}"
         tokens = [operation.prefix * (position // 3) for position in range(operation.length)]
@@ -123,14 +158,17 @@ class Simulation:
         assert match.num_tokens < request.num_tokens
         num_tokens = min(match.num_tokens + operation.chunk, request.num_tokens)
         num_free = self.manager.pool.num_free_blocks
-        if not self.manager.admit(request, match, num_tokens):
+        if not self.manager.has_room(request, match):
             assert self.manager.pool.num_free_blocks == num_free, "a refusal took blocks"
             return
+        self.manager.admit(request, match)
+        assert self.manager.grow(request, num_tokens), "there was room, and yet the first tokens found none"
         request.num_computed_tokens = match.num_tokens
         self.running.append(request)
         self._run_step(request, num_tokens)
 
-    def _compute(self, request: Request, num_tokens: int) -> None:
+    def compute(self, request: Request, num_tokens: int) -> None:
+        """Compute more of `request`, if it fits."""
         if request.num_computed_tokens == request.num_tokens:
             request.append(1)
         end = min(request.num_computed_tokens + num_tokens, request.num_tokens)
@@ -144,74 +182,35 @@ class Simulation:
         slots = [(table[position // self.block_size], position % self.block_size) for position in range(end)]
         start = request.num_computed_tokens
         for position, slot in enumerate(slots[:start]):
-            assert self.content.get(slot) == history[: position + 2], f"{request} reads others' K/V at {position}"
+            assert self._content.get(slot) == history[: position + 2], f"{request} reads others' K/V at {position}"
         for position in range(start, end):
-            self.content[slots[position]] = history[: position + 2]
+            self._content[slots[position]] = history[: position + 2]
         self.num_steps += 1
         request.num_computed_tokens = end
         request.last_step = self.num_steps
         self.manager.publish(request, self.num_steps)
         self.in_flight.append((self.num_steps, request, start, slots[start:]))
 
-    def _release(self, request: Request) -> None:
+    def release(self, request: Request) -> None:
+        """Let go of `request`."""
         self.running.remove(request)
         is_in_flight = any(request is other for _, other, _, _ in self.in_flight)
         self.manager.release(request, request.last_step if is_in_flight else None)
 
-    def _undo(self) -> None:
+    def undo(self) -> None:
+        """Undo all steps in flight; whoever relied on one is released."""
         retracted = self.manager.retract()
         for _, request, start, slots in reversed(self.in_flight):
             for slot in slots:
-                self.content.pop(slot, None)
+                self._content.pop(slot, None)
             if request in self.running:
                 request.rewind(start)
                 self.manager.rewind(request)
         for request in tuple(self.running):
             if self.manager.relies_on(request, retracted):
-                self._release(request)
+                self.release(request)
         while self.in_flight:
             self.manager.settle(self.in_flight.pop(0)[0])
 
 
-def draw_history(random: random.Random, num_operations: int) -> Iterator[Operation]:
-    """Draw operations for a pool of a few blocks."""
-    for kind in random.choices("ACRSUX", weights=[20, 50, 12, 40, 2, 1], k=num_operations):
-        match kind:
-            case "A":
-                yield Admit(random.randint(0, 2), random.randint(1, 14), random.randint(1, 14), random.randint(0, 1))
-            case "C":
-                yield Compute(random.randint(0, 5), random.randint(1, 6))
-            case "R":
-                yield Release(random.randint(0, 5))
-            case "S":
-                yield Settle()
-            case "U":
-                yield Undo()
-            case _:
-                yield Clear()
-
-
-def run(minutes: float, seed: int) -> int:
-    """Run drawn histories until the time is over; returns how many steps were made.
-
-    Raises:
-        AssertionError: A history broke a promise; its pool and operations are printed first.
-    """
-    deadline = time.monotonic() + 60 * minutes
-    num_steps = num_histories = 0
-    while time.monotonic() < deadline:
-        drawn = random.Random(f"{seed}.{num_histories}")
-        pool = (drawn.randint(3, 16), drawn.randint(1, 4), drawn.random() < 0.9)
-        history = list(draw_history(drawn, drawn.choice([10, 40, 160])))
-        simulation = Simulation(*pool)
-        try:
-            for operation in history:
-                simulation.apply(operation)
-            simulation.finish()
-        except BaseException:
-            print(f"seed {seed}, history {num_histories}: {pool}\n{history}")
-            raise
-        num_steps += simulation.num_steps
-        num_histories += 1
-    print(f"kv_cache: {num_histories} histories, {num_steps} steps, clean")
-    return num_steps
+TARGET = Target("kv_cache", Settings, (Admit, Compute, Release, Settle, Undo, Clear), Simulation)

@@ -1,120 +1,246 @@
 """Whatever order requests come, end, fail and are preempted in: each gets the tokens it gets alone, and one end.
 
-A history is a list of plain operations that one interpreter, `Simulation`, applies to a core on the integer model, with
-tiny pools and up to `max_concurrent_plans` plans in flight. The core's invariants are checked after each operation.
-Histories come from Hypothesis (`fuzz/strategies.py`) or, for long runs, from a seeded generator::
+A history is a list of plain operations (`fuzz/history.py`) that `Simulation` applies to a core on the integer model,
+with tiny pools and up to four plans in flight. The core's invariants are checked after each operation. Beyond them:
+
+* each request's tokens, finish reason and stop reason are those of its run alone (`fuzz/oracle.py`);
+* exactly one end each, told to the runner exactly once;
+* whoever loses its blocks to another in a plan comes after everyone who has a row in it, in the policy's order;
+* a request that was rewound publishes again what it computes again;
+* once all has ended, no block is in use.
 
     python -m fuzz scheduler --minutes 10 --seed 7
 """
 
 from __future__ import annotations
 
-import random
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
-from engine.errors import Cause
-from engine.outputs import FinishReason, SchedulerOutput
-from engine.protocol import AbortReason, EngineCoreRequest, PauseMode
-from engine.testing import Completion, CoreDriver, expected_tokens
+from engine.outputs import RequestId, SchedulerOutput
+from engine.protocol import AbortReason, PauseMode
+from engine.scheduler.policy import POLICIES
+from engine.testing import CoreDriver, LaunchedPlan
+from fuzz.coverage import Coverage
+from fuzz.history import Drawn, Operation, Target, choose
+from fuzz.oracle import check_completion, check_victims
 
 STOP_TOKENS = tuple(range(32, 127, 12))
 """Tokens that stop or end a request that asks for it; about one in twelve of what the integer model says."""
+MAX_IDLE_STEPS = 2000
+"""Steps without any output after which a core that has work is called stuck; a request here takes at most some 100."""
 
 
-@dataclass(frozen=True)
-class Add:
-    """Add a request: `length` prompt tokens, the first of them shared by all of the same `prefix`."""
+@dataclass(frozen=True, repr=False)
+class Settings(Drawn):
+    """A tiny engine whose pool is under pressure. What does not go together is raised or lowered until it does."""
 
-    prefix: int = 0
-    length: int = 1
-    max_tokens: int | None = 4
-    min_tokens: int = 0
-    stops: bool = False
-    salt: int = 0
-    seed: int | None = None
-    reuses_name: bool = False
+    num_gpu_blocks_override: int = choose(*range(3, 15))
+    block_size: int = choose(1, 2, 3, 4, 8)
+    max_model_len: int = choose(*range(2, 41))
+    max_num_seqs: int = choose(*range(1, 7))
+    max_num_batched_tokens: int = choose(*range(1, 17), 26)
+    enable_chunked_prefill: bool = choose(True, True, True, True, False)
+    enable_prefix_caching: bool = choose(True, True, True, True, False)
+    long_prefill_token_threshold: int = choose(0, 0, 1, 3, 7)
+    scheduling_policy: str = choose(*POLICIES)
+    queue_timeout: float | None = choose(None, None, None, None, 9.0, 30.0)
+    max_concurrent_plans: int = choose(1, 2, 3, 4)
+    runs_late: bool = choose(False, True)
+
+    def engine(self) -> dict[str, Any]:
+        """Return the arguments of `CoreDriver.of`."""
+        max_model_len = max(2, min(self.max_model_len, self.num_gpu_blocks_override * self.block_size))
+        least_budget = self.max_num_seqs if self.enable_chunked_prefill else max(self.max_num_seqs, max_model_len)
+        return {
+            **self.__dict__,
+            "max_model_len": max_model_len,
+            "max_num_batched_tokens": max(least_budget, self.max_num_batched_tokens),
+            "long_prefill_token_threshold": self.long_prefill_token_threshold * self.enable_chunked_prefill,
+        }
 
 
-@dataclass(frozen=True)
-class Abort:
+@dataclass(frozen=True, repr=False)
+class Add(Operation):
+    """Add a request: `length` prompt tokens, the first `fork` of them (0: all) shared by all of the same `prefix`."""
+
+    weight: ClassVar[int] = 14
+    prefix: int = choose(0, 1, 2)
+    length: int = choose(*range(1, 41))
+    fork: int = choose(0, 0, 0, 2, 5, 9)
+    max_tokens: int | None = choose(1, 2, 3, 5, 8, 13, None)
+    min_tokens: int = choose(0, 0, 2, 6)
+    stops: bool = choose(False, True)
+    salt: int = choose(0, 0, 0, 1)
+    seed: int | None = choose(None, None, 7)
+    priority: int = choose(0, 0, 1, -1)
+    client: int = choose(0, 0, 1, 2)
+    reuses_name: bool = choose(False, False, True)
+
+    def prompt(self, max_model_len: int) -> list[int]:
+        """Return its prompt, at most `max_model_len` long; only one of that very length is refused."""
+        length = 1 + (self.length - 1) % max_model_len
+        ids = [65 + (self.prefix + position // 6 * self.prefix) % 26 for position in range(length)]
+        return [*ids[: self.fork], *(id + 32 for id in ids[self.fork :])] if self.fork else ids
+
+    def apply(self, simulation: Simulation) -> None:
+        """Add it, under the name of the one that ended last if it re-uses a name."""
+        driver, stops = simulation.driver, STOP_TOKENS if self.stops else ()
+        driver.add(
+            simulation.name_for(self),
+            self.prompt(driver.core.capacity.max_model_len),
+            cache_salt=f"salt {self.salt}" if self.salt else None,
+            priority=self.priority,
+            client_key=f"client {self.client}" if self.client else None,
+            max_tokens=self.max_tokens,
+            min_tokens=min(self.min_tokens, self.max_tokens or self.min_tokens),
+            stop_token_ids=stops[::2],
+            eos_token_ids=stops[1::2],
+            temperature=0.0 if self.seed is None else 1.0,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, repr=False)
+class Abort(Operation):
     """Abort the `index`-th request ever named, whether it lives or not."""
 
-    index: int = 0
-    by_stop_string: bool = False
+    weight: ClassVar[int] = 6
+    index: int = choose(*range(12), *range(12, 41, 4))
+    by_stop_string: bool = choose(False, False, True)
+
+    def name(self, simulation: Simulation) -> str:
+        """Return whom it aborts."""
+        names = simulation.names
+        return names[self.index % len(names)] if names else "unknown"
+
+    def apply(self, simulation: Simulation) -> None:
+        """Abort it."""
+        reason = AbortReason.STOP_STRING if self.by_stop_string else AbortReason.CLIENT
+        simulation.driver.abort(self.name(simulation), reason=reason)
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Make a plan, if one may be in flight, and execute it; or let its step fail."""
+@dataclass(frozen=True, repr=False)
+class Plan(Operation):
+    """Make a plan, if one may be in flight; its step fails or not."""
 
-    fails: bool = False
+    weight: ClassVar[int] = 40
+    fails: bool = choose(*[False] * 24, True)
+
+    def event(self, simulation: Simulation) -> str | None:
+        """Return that a plan is made, unless as many as may be are in flight."""
+        return "plan" if len(simulation.driver.plans) < simulation.settings.max_concurrent_plans else None
+
+    def apply(self, simulation: Simulation) -> None:
+        """Make it."""
+        if self.event(simulation):
+            simulation.plan(self.fails)
 
 
-@dataclass(frozen=True)
-class Finish:
-    """Commit or fail the oldest plan; `culprit` is the row blamed or broken alone, None for all or no row."""
+@dataclass(frozen=True, repr=False)
+class Finish(Operation):
+    """Commit or fail the oldest plan.
 
-    culprit: int | None = None
+    `culprit` is the row blamed or broken alone, None for all or no row. `num_more` tokens more than one are sampled for
+    each row, where no later plan is in flight.
+    """
+
+    weight: ClassVar[int] = 40
+    culprit: int | None = choose(*[None] * 30, 0, 1, 2)
+    num_more: int = choose(*[0] * 12, 1, 3)
+
+    def event(self, simulation: Simulation) -> str | None:
+        """Return how the oldest plan ends."""
+        if not simulation.driver.plans:
+            return None
+        if simulation.driver.plans[0].fails:
+            return "fail"
+        return "commit" if self.culprit is None else "commit, row fails"
+
+    def apply(self, simulation: Simulation) -> None:
+        """End it."""
+        if simulation.driver.plans:
+            simulation.finish_step(self.culprit, self.num_more)
 
 
-@dataclass(frozen=True)
-class Pause:
+@dataclass(frozen=True, repr=False)
+class Pause(Operation):
     """Pause in a mode."""
 
-    mode: PauseMode = PauseMode.ABORT
+    mode: str = choose(*(mode.value for mode in PauseMode))
+
+    def event(self, simulation: Simulation) -> str:
+        """Return which pause it is."""
+        return f"pause {self.mode}"
+
+    def apply(self, simulation: Simulation) -> None:
+        """Pause."""
+        simulation.driver.pause(PauseMode(self.mode))
 
 
-@dataclass(frozen=True)
-class Resume:
+@dataclass(frozen=True, repr=False)
+class Resume(Operation):
     """Undo a pause."""
 
+    weight: ClassVar[int] = 4
 
-@dataclass(frozen=True)
-class Reset:
+    def apply(self, simulation: Simulation) -> None:
+        """Resume."""
+        simulation.driver.resume()
+
+
+@dataclass(frozen=True, repr=False)
+class Reset(Operation):
     """Reset the prefix cache."""
 
-    reset_running: bool = False
+    reset_running: bool = choose(False, True)
+
+    def apply(self, simulation: Simulation) -> None:
+        """Reset it."""
+        simulation.driver.reset_prefix_cache(reset_running=self.reset_running)
+        simulation.count_untold()
 
 
-Operation = Add | Abort | Plan | Finish | Pause | Resume | Reset
+@dataclass(frozen=True, repr=False)
+class Resize(Operation):
+    """Run everything to its end, and start anew with a pool of another size."""
+
+    num_blocks: int = choose(3, 5, 8, 13)
+
+    def apply(self, simulation: Simulation) -> None:
+        """Start anew."""
+        simulation.finish()
+        simulation.start(replace(simulation.settings, num_gpu_blocks_override=self.num_blocks))
 
 
-@dataclass
 class Simulation:
-    """Applies a history to a core with the given `EngineConfig` fields and depth."""
+    """Applies a history to a core, and checks after each operation and at the end what must hold."""
 
-    settings: dict[str, Any]
-    num_steps: int = 0
-    names: list[str] = field(default_factory=list)
+    def __init__(self, settings: Settings, coverage: Coverage | None = None) -> None:
+        """Start a core; what is met is counted in `coverage`."""
+        self.coverage = Coverage() if coverage is None else coverage
+        self.num_steps = 0
+        self.start(settings)
 
-    def __post_init__(self) -> None:
-        """Start the core."""
-        self.driver = CoreDriver.of(**self.settings)
-        self.told: list[str] = []
+    def start(self, settings: Settings) -> None:
+        """Start a core, in place of the one before."""
+        self.settings = settings
+        self.driver = CoreDriver.of(**settings.engine())
+        self.names: list[str] = []
+        self._told: list[str] = []
+        self._arrivals: dict[str, int] = {}
+        self._num_arrivals = 0
+        self._num_told = self._num_untold = 0
+        self._has_broken_rows = False
 
     def apply(self, operation: Operation) -> None:
         """Apply one operation; one that cannot be applied now does nothing."""
-        driver = self.driver
-        match operation:
-            case Add():
-                self._add(operation)
-            case Abort(index, by_stop_string):
-                reason = AbortReason.STOP_STRING if by_stop_string else AbortReason.CLIENT
-                driver.abort(self.names[index % len(self.names)] if self.names else "unknown", reason=reason)
-            case Plan(fails):
-                self._told(driver.plan(fails=fails))
-            case Finish(culprit):
-                self._finish(culprit)
-            case Pause(mode):
-                driver.core.pause(mode)
-            case Resume():
-                driver.core.resume()
-            case Reset(reset_running):
-                driver.core.reset_prefix_cache(reset_running)
-        driver.check()
+        event = operation.event(self)
+        if isinstance(operation, Abort):
+            self.coverage.saw("abort", [self._state(operation.name(self))])
+        elif event is not None:
+            self.coverage.saw(event, {request.status for request in self.driver.live_requests})
+        operation.apply(self)
 
     def finish(self) -> None:
         """Resume, run everything to its end, and compare every request with its run alone.
@@ -122,165 +248,113 @@ class Simulation:
         Raises:
             AssertionError: Something differs, leaked, or did not end exactly once.
         """
-        self.driver.core.resume()
-        while self.driver.core.has_work:
-            self.apply(Plan())
-            self.apply(Finish())
-        assert self.driver.core.stats().num_used_blocks == 0, "blocks leaked"
-        completions = self.driver.completions
-        everyone = [*self.driver.past, *((self.driver.requests[name], completions[name]) for name in completions)]
-        for request, completion in everyone:
-            self._check(request, completion)
-        assert sorted(self.told) == sorted(request.request_id for request, _ in everyone), "ends not told exactly once"
-
-    def _add(self, operation: Add) -> None:
-        name = f"r{len(self.names)}"
-        ended = [name for name in self.names if self.driver.completions[name].finish_reason is not None]
-        if operation.reuses_name and ended:
-            name = ended[-1]
-        else:
-            self.names.append(name)
-        prompt = [
-            65 + (operation.prefix + position // 6 * operation.prefix) % 26 for position in range(operation.length)
-        ]
-        stops = STOP_TOKENS if operation.stops else ()
-        self.driver.add(
-            name,
-            prompt,
-            cache_salt=f"salt {operation.salt}" if operation.salt else None,
-            max_tokens=operation.max_tokens,
-            min_tokens=min(operation.min_tokens, operation.max_tokens or operation.min_tokens),
-            stop_token_ids=stops[::2],
-            eos_token_ids=stops[1::2],
-            temperature=0.0 if operation.seed is None else 1.0,
-            seed=operation.seed,
-        )
-
-    def _finish(self, culprit: int | None) -> None:
-        if not self.driver.plans:
-            return
-        plan, has_run = self.driver.plans[0]
-        names = [row.request_id for row in plan.requests]
-        guilty = [names[culprit % len(names)]] if culprit is not None and names else []
-        if has_run:
-            self.driver.finish_step(broken=guilty)
-        else:
-            self.driver.finish_step(blamed=guilty if guilty else None)
-        self.num_steps += 1
-
-    def _told(self, plan: SchedulerOutput | None) -> None:
-        if plan is not None:
-            self.told += plan.finished_request_ids
-
-    def _check(self, request: EngineCoreRequest, completion: Completion) -> None:
-        outputs = completion.outputs
-        assert outputs, f"{request.request_id} never got its end"
-        ends = [output.finish_reason for output in outputs if output.finish_reason is not None]
-        assert len(ends) == 1, f"{request.request_id} ended {len(ends)} times"
-        tokens, reason, stop_reason = run_alone(request, self.driver.core.capacity.max_model_len)
-        if completion.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and completion.token_ids == tokens:
-            stop_string = completion.finish_reason is FinishReason.STOP and not outputs[-1].new_token_ids
-            assert stop_string or (completion.finish_reason, outputs[-1].stop_reason) == (reason, stop_reason)
-            return
-        assert completion.finish_reason is not FinishReason.LENGTH, f"{request.request_id}: {completion.token_ids}"
-        got = completion.token_ids
-        assert got == tokens[: len(got)], f"{request.request_id} got {got}, alone it gets {tokens}"
-        error: Cause | None = outputs[-1].error
-        assert (error is not None) == (completion.finish_reason is FinishReason.ERROR)
-
-
-def run_alone(request: EngineCoreRequest, max_model_len: int) -> tuple[list[int], FinishReason, int | None]:
-    """Return the tokens, finish reason and stop reason of `request` by definition."""
-    params = request.sampling_params
-    room = max_model_len - len(request.prompt_token_ids)
-    limit = max(0, room if params.max_tokens is None else min(room, params.max_tokens))
-    tokens = expected_tokens(request.prompt_token_ids, params, limit)
-    for count, token in enumerate(tokens, start=1):
-        if count < params.min_tokens:
-            continue
-        if token in params.eos_token_ids:
-            return tokens[:count], FinishReason.STOP, None
-        if token in params.stop_token_ids:
-            return tokens[:count], FinishReason.STOP, token
-    return tokens, FinishReason.LENGTH, None
-
-
-def draw_settings(random: random.Random) -> dict[str, Any]:
-    """Draw a tiny engine."""
-    num_blocks = random.randint(3, 14)
-    block_size = random.choice([1, 2, 3, 4, 8])
-    max_model_len = random.randint(2, num_blocks * block_size)
-    max_num_seqs = random.randint(1, 6)
-    chunked = random.random() < 0.8
-    least_budget = max_num_seqs if chunked else max(max_num_seqs, max_model_len)
-    return {
-        "num_gpu_blocks_override": num_blocks,
-        "block_size": block_size,
-        "max_model_len": max_model_len,
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": least_budget + random.choice([0, 1, 5, 20]),
-        "enable_chunked_prefill": chunked,
-        "enable_prefix_caching": random.random() < 0.8,
-        "long_prefill_token_threshold": random.choice([0, 0, 1, 3, 7]) if chunked else 0,
-        "max_concurrent_plans": random.randint(1, 4),
-    }
-
-
-def draw_history(random: random.Random, num_operations: int, max_model_len: int) -> Iterator[Operation]:
-    """Draw operations, most of them steps and arrivals."""
-    kinds = random.choices("PPFFAAAXpsrR", weights=[30, 10, 35, 5, 8, 6, 4, 6, 1, 1, 3, 1], k=num_operations)
-    for kind in kinds:
-        yield _draw_operation(random, kind, max_model_len)
-
-
-def _draw_operation(random: random.Random, kind: str, max_model_len: int) -> Operation:
-    match kind:
-        case "P":
-            return Plan(fails=random.random() < 0.04)
-        case "F":
-            return Finish(culprit=random.randint(0, 9) if random.random() < 0.05 else None)
-        case "A":
-            return Add(
-                prefix=random.randint(0, 2),
-                length=random.randint(1, max_model_len),
-                max_tokens=random.choice([None, 1, 2, 3, 5, 8, 13]),
-                min_tokens=random.choice([0, 0, 2, 6]),
-                stops=random.random() < 0.5,
-                salt=random.choice([0, 0, 0, 1]),
-                seed=random.choice([None, None, 7]),
-                reuses_name=random.random() < 0.3,
+        driver = self.driver
+        driver.resume()
+        num_idle, num_outputs = 0, -1
+        while driver.core.has_work:
+            self.plan(False)
+            if driver.plans:
+                self.finish_step(None, 0)
+            before, num_outputs = num_outputs, driver.num_outputs
+            num_idle = num_idle + 1 if before == num_outputs else 0
+            assert num_idle < MAX_IDLE_STEPS, (
+                f"no output in {num_idle} steps, and there is work: {driver.live_requests}"
             )
-        case "X":
-            return Abort(random.randint(0, 40), by_stop_string=random.random() < 0.3)
-        case "p":
-            return Pause(random.choice(list(PauseMode)))
-        case "s":
-            return Reset(reset_running=random.random() < 0.5)
-        case _:
-            return Resume()
+        assert driver.core.stats().num_used_blocks == 0, "blocks leaked"
+        everyone = [*driver.past, *((driver.requests[name], driver.completions[name]) for name in driver.completions)]
+        for request, completion in everyone:
+            check_completion(request, completion, driver.core.capacity.max_model_len, driver.runner.windows)
+        assert sorted(self._told) == sorted(request.request_id for request, _ in everyone), "ends not told exactly once"
+
+    def name_for(self, add: Add) -> str:
+        """Return a name for a request to add, and note its arrival."""
+        completions = self.driver.completions
+        ended = (name for name in reversed(self.names) if completions[RequestId(name)].finish_reason is not None)
+        name = next(ended, None) if add.reuses_name else None
+        if name is None:
+            name = f"r{len(self.names)}"
+            self.names.append(name)
+        self._num_arrivals += 1
+        self._arrivals[name] = self._num_arrivals
+        return name
+
+    def plan(self, fails: bool) -> None:
+        """Make a plan."""
+        plan = self.driver.plan(fails=fails)
+        if plan is not None:
+            self._told += plan.finished_request_ids
+            victims = plan.preempted_request_ids[self._num_untold :]
+            if victims:
+                served = [row.request_id for row in plan.requests]
+                arrivals = {name: (self.driver.requests[name], self._arrivals[name]) for name in (*served, *victims)}
+                check_victims(self.settings.scheduling_policy, arrivals, victims, served)
+            self._num_told += len(plan.preempted_request_ids)
+            self._num_untold = 0
+        else:
+            self.count_untold()
+
+    def count_untold(self) -> None:
+        """Count who lost its blocks to a reset or a failure, or in vain, and is to be told by the next plan."""
+        self._num_untold = self.driver.core.stats().num_preemptions - self._num_told
+
+    def finish_step(self, culprit: int | None, num_more: int) -> None:
+        """Commit or fail the oldest plan."""
+        launched = self.driver.plans[0]
+        rows = launched.plan.requests
+        guilty = [rows[culprit % len(rows)].request_id] if culprit is not None and rows else []
+        if launched.fails:
+            self.driver.finish_step(blamed=guilty or None)
+            self.count_untold()
+        else:
+            self._commit(launched, guilty, num_more if len(self.driver.plans) == 1 else 0)
+        self.num_steps += 1
+        self._check_publication()
+
+    def _commit(self, launched: LaunchedPlan, guilty: list[RequestId], num_more: int) -> None:
+        """Commit the oldest plan, of whose rows those of `guilty` failed; whoever else samples must get its token."""
+        driver = self.driver
+        more = self._more_tokens(launched.plan, num_more) if num_more else None
+        numbers = {
+            row.request_id: len(driver.completions[row.request_id].token_ids)
+            for row, (owner, _) in zip(launched.plan.requests, launched.reads, strict=True)
+            if row.samples and driver.is_live(owner) and row.request_id not in guilty
+        }
+        counts = not launched.follows_failure
+        self._has_broken_rows = self._has_broken_rows or bool(guilty)
+        driver.finish_step(broken=guilty, more=more)
+        for name, number in numbers.items():
+            got = driver.completions[name].token_ids
+            assert len(got) > number or not counts, f"{name} did not get the token that its row sampled"
+
+    def _state(self, name: str) -> str:
+        for request in self.driver.live_requests:
+            if request.request_id == name:
+                return request.status.name
+        return "ENDED" if name in self.driver.completions else "UNKNOWN"
+
+    def _more_tokens(self, plan: SchedulerOutput, num_more: int) -> dict[str, list[int]]:
+        """Return the true tokens after the one that each row samples."""
+        num_known = {row.request_id: len(row.tokens) for row in plan.requests if row.samples}
+        return {
+            request.request_id: self.driver.expected(request.request_id, 1 + request.num_output_tokens + num_more)[
+                -num_more:
+            ]
+            for request in self.driver.live_requests
+            if num_known.get(request.request_id) == request.num_tokens
+        }
+
+    def _check_publication(self) -> None:
+        """Check that rewound requests can be hit as far as they are computed, unless somebody's row failed alone.
+
+        Tokens that were late when their row was planned are published with the next row.
+        """
+        if not self.settings.enable_prefix_caching or self._has_broken_rows:
+            return
+        for request in self.driver.live_requests:
+            if request.generation and request.num_computed_tokens:
+                num_known = request.num_computed_tokens - self.settings.max_concurrent_plans
+                num_hit = self.driver.num_cached_tokens(request)
+                assert num_hit > num_known - self.settings.block_size, f"{request} can be hit for {num_hit} tokens only"
 
 
-def run(minutes: float, seed: int) -> int:
-    """Run drawn histories until the time is over; returns how many steps were made.
-
-    Raises:
-        AssertionError: A history broke a promise; its settings and operations are printed first.
-    """
-    deadline = time.monotonic() + 60 * minutes
-    num_steps = num_histories = 0
-    while time.monotonic() < deadline:
-        drawn = random.Random(f"{seed}.{num_histories}")
-        settings = draw_settings(drawn)
-        history = list(draw_history(drawn, drawn.choice([10, 40, 160]), settings["max_model_len"]))
-        simulation = Simulation(settings)
-        try:
-            for operation in history:
-                simulation.apply(operation)
-            simulation.finish()
-        except BaseException:
-            print(f"seed {seed}, history {num_histories}: {settings}\n{history}")
-            raise
-        num_steps += simulation.num_steps
-        num_histories += 1
-    print(f"scheduler: {num_histories} histories, {num_steps} steps, clean")
-    return num_steps
+TARGET = Target("scheduler", Settings, (Add, Abort, Plan, Finish, Pause, Resume, Reset, Resize), Simulation)

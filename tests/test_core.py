@@ -626,3 +626,16 @@ def test_the_pure_wing_reaches_neither_torch_nor_trio_nor_asyncio() -> None:
     code = "import engine.core, engine.executor.null, engine.testing, sys; print(*sys.modules)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert {"torch", "trio", "asyncio", "transformers"}.isdisjoint(answer.stdout.split())
+
+
+def test_more_requests_than_may_run_or_wait_are_refused_with_the_numbers() -> None:
+    driver = CoreDriver.of(max_num_seqs=2, max_num_waiting=3)
+    for number in range(6):
+        driver.add(f"r{number}", [65, number], max_tokens=2)
+    (refused,) = driver.completions["r5"].outputs
+    assert refused.error is not None
+    assert refused.error.type == "QueueFull"
+    assert "--max-num-seqs 2 and --max-num-waiting 3" in refused.error.message
+    driver.run()
+    driver.add("r6", [65], max_tokens=2)
+    assert driver.run()["r6"].token_ids == driver.expected("r6", 2)

@@ -44,11 +44,11 @@ def test_a_status_prints_as_its_bare_name() -> None:
 
 
 def test_every_status_is_reached_by_the_table_and_drawn() -> None:
-    reached = {RequestStatus.WAITING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR}
+    reached = {RequestStatus.WAITING}
     for after in TRANSITIONS.values():
         reached |= after
-    assert reached == set(RequestStatus)
-    assert all(status.name in draw_transitions() for status in RequestStatus)
+    assert reached == set(RequestStatus) - {RequestStatus.FINISHED_IGNORED}
+    assert all(status.name in draw_transitions() for status in reached)
 
 
 @pytest.mark.parametrize("start", RequestStatus)

@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from engine.errors import InvalidRequest
-from engine.sampling_params import OutputKind, SamplingParams
+from engine.sampling_params import OutputKind, RepetitionDetection, SamplingParams
 
 MAX_PROMPTS = 128
 """Most prompts in one completions request."""
@@ -102,6 +102,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
     ignore_eos: bool | None = None
+    repetition_detection: RepetitionDetection | None = None
+    skip_reading_prefix_cache: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     stream: bool | None = None

@@ -13,6 +13,7 @@ import trio
 from engine.bench.abort import Cuts, abort
 from engine.bench.latency import latency
 from engine.bench.report import Report, open_json
+from engine.bench.scheduler import Sizes, scheduler
 from engine.bench.serve import serve
 from engine.bench.throughput import throughput
 from engine.bench.workload import Workload, check_count
@@ -56,6 +57,21 @@ def run_abort(options: argparse.Namespace) -> int:
     return _run(options.json, _until(body))
 
 
+def run_scheduler(options: argparse.Namespace) -> int:
+    """Measure the core alone, in this process; a KeyboardInterrupt passes through."""
+    for flag in ("num_running", "num_waiting", "num_blocks", "rounds"):
+        check_count(f"--{flag.replace('_', '-')}", getattr(options, flag))
+    sizes = Sizes(options.num_running, options.num_waiting, options.num_blocks, options.rounds)
+    if sizes.num_blocks < sizes.least_blocks:
+        raise ConfigError(
+            f"--num-blocks {sizes.num_blocks} is too few for --num-running {sizes.num_running} and --rounds "
+            f"{sizes.num_rounds}: it must be at least {sizes.least_blocks}"
+        )
+    with open_json(options.json) as write:
+        _tell(scheduler(options.scheduling_policy, sizes), write)
+    return EXIT_OK
+
+
 def _workload(options: argparse.Namespace) -> Workload:
     for flag in ("num_prompts", "input_len", "output_len"):
         check_count(f"--{flag.replace('_', '-')}", getattr(options, flag))
@@ -97,5 +113,11 @@ def _tell(report: Report, write: Callable[[Report], Any]) -> None:
     write(report)
 
 
-BENCHES = {"throughput": run_throughput, "latency": run_latency, "serve": run_serve, "abort": run_abort}
+BENCHES = {
+    "throughput": run_throughput,
+    "latency": run_latency,
+    "serve": run_serve,
+    "abort": run_abort,
+    "scheduler": run_scheduler,
+}
 """By the name that follows `bench`."""

@@ -51,6 +51,7 @@ class InputProcessor:
         self._vocab_size = ready.vocab_size
         self._tokenizer = tokenizer
         self._client_index = client_index
+        self._policy = config.scheduling_policy
         self._seeds = random.Random(config.seed)
         self._num_requests = 0
 
@@ -107,7 +108,7 @@ class InputProcessor:
             raise PromptTooLong(
                 f"min_tokens is {params.min_tokens}, but only {room} fit the context", param="min_tokens"
             )
-        _check_options(options)
+        self._check_options(options)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(_SEED_BITS)
         label = options.request_id or f"request-{_base_36(self._num_requests)}"
         return label, [self._make_request(label, prompt, params, options, seed + i, room) for i in range(params.n)]
@@ -145,6 +146,16 @@ class InputProcessor:
                 param="prompt",
             )
 
+    def _check_options(self, options: RequestOptions) -> None:
+        if not -MAX_PRIORITY <= options.priority <= MAX_PRIORITY:
+            message = f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {options.priority}"
+            raise InvalidRequest(message, param="priority")
+        if options.priority and self._policy != "priority":
+            message = f"priority {options.priority} has no effect with --scheduling-policy {self._policy}"
+            raise InvalidRequest(f"{message}: leave it out, or start the engine with priority", param="priority")
+        for name in ("request_id", "cache_salt", "client_key"):
+            check_text(name, getattr(options, name))
+
     def _check_ids(self, ids: list[int]) -> None:
         low, high = min(ids), max(ids)
         if low < 0 or high >= self._vocab_size:
@@ -152,14 +163,6 @@ class InputProcessor:
             raise InvalidRequest(
                 f"token id {wrong} is outside the vocabulary: ids are from 0 to {self._vocab_size - 1}", param="prompt"
             )
-
-
-def _check_options(options: RequestOptions) -> None:
-    if not -MAX_PRIORITY <= options.priority <= MAX_PRIORITY:
-        message = f"priority must be from -{MAX_PRIORITY} to {MAX_PRIORITY}, got {options.priority}"
-        raise InvalidRequest(message, param="priority")
-    for name in ("request_id", "cache_salt", "client_key"):
-        check_text(name, getattr(options, name))
 
 
 def _base_36(number: int) -> str:

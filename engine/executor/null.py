@@ -7,22 +7,25 @@ one number a slot, read and written *through the block tables*, all modulo 2^64:
     layer 1, position p     sum over q <= p of layer 0 at q · factor(q)
     next token              32 + mix(sum over p of layer 1 at p · factor(p)  [, seed]) mod 95      printable ASCII
 
-So a wrong table, a lost page or a hit on another beginning's block gives another token. That makes it the oracle of
-the scheduler's tests, and a stand-in where no model is wanted.
+where a layer with a window sums over its last positions only. So a wrong table, a lost page or a hit on another
+beginning's block gives another token. That makes it the oracle of the scheduler's tests, and a stand-in where no model
+is wanted.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import islice
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.config import EngineConfig
 from engine.executor.base import Progress
-from engine.kv_cache.spec import KVCacheSpec, choose_num_kv_blocks, num_blocks_for
+from engine.kv_cache.spec import KVCacheSpec, choose_num_kv_blocks, num_blocks_for, num_page_tensors
 from engine.model_runner.memory import available_memory_bytes
 from engine.outputs import (
     Capacity,
@@ -43,17 +46,23 @@ DEFAULT_MAX_MODEL_LEN = 8192
 DEFAULT_KV_TOKENS = 65536
 """Tokens the pages hold where no setting says otherwise."""
 
-_SPEC = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=1, item_size_bytes=4)  # 8 bytes a layer: key and value
+Windows = tuple[int | None, int | None]
+"""How many positions each layer sees, None for all."""
+
+_GAMMA = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 _Numbers = npt.NDArray[np.uint64]
+_Slots = npt.NDArray[np.int64]
 
 
 class NullModelRunner:
     """Runs plans on the integer model; the same seam as `engine.model_runner.ModelRunner`."""
 
-    def __init__(self, config: EngineConfig, max_concurrent_plans: int = 1) -> None:
+    def __init__(self, config: EngineConfig, max_concurrent_plans: int = 1, *, windows: Windows = (None, None)) -> None:
         """Keep the settings; `start` allocates. `max_concurrent_plans` is what the capacity will state."""
         self._config = config
+        self.windows = windows
+        self._spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=1, item_size_bytes=4, windows=windows)
         self._max_concurrent_plans = max_concurrent_plans
         self._results: deque[ModelRunnerOutput] = deque()
         self._sampled: dict[RequestId, dict[int, int]] = {}
@@ -69,11 +78,21 @@ class NullModelRunner:
             progress(phase, 1, 1)
         max_model_len = config.max_model_len or self._default_max_model_len()
         num_tokens = max(DEFAULT_KV_TOKENS, max_model_len + config.block_size)
-        default = num_tokens * _SPEC.token_size_bytes
-        num_blocks = choose_num_kv_blocks(_SPEC, config, max_model_len, available_memory_bytes(), default)
-        self._pages = np.zeros((_SPEC.num_layers, num_blocks, config.block_size), dtype=np.uint64)
+        groups = self._spec.groups(max_model_len)
+        num_blocks = choose_num_kv_blocks(
+            self._spec,
+            config,
+            max_model_len,
+            available_memory_bytes(),
+            num_tokens * self._spec.token_size_bytes,
+            self._max_concurrent_plans,
+        )
+        self._pages = np.zeros((num_page_tensors(groups), num_blocks * config.block_size), dtype=np.uint64)
+        self._groups = {layer: index for index, group in enumerate(groups) for layer in group.layers}
+        self._page_tensors = {layer: index for group in groups for index, layer in enumerate(group.layers)}
         progress("kv_pages", 1, 1)
         self._factors = _position_factors(max_model_len)
+        self._offsets = np.arange(config.block_size)
         progress("warm_up", 1, 1)
         return Capacity(
             num_kv_blocks=num_blocks,
@@ -82,6 +101,7 @@ class NullModelRunner:
             vocab_size=VOCAB_SIZE,
             model_digest="null",
             max_concurrent_plans=self._max_concurrent_plans,
+            kv_cache_groups=groups,
         )
 
     def execute(self, plan: SchedulerOutput) -> None:
@@ -94,11 +114,15 @@ class NullModelRunner:
             time.sleep(self._config.null_step_ms / 1000)  # the simulated device, on the executor's own thread
         for request_id in plan.finished_request_ids:
             self._sampled.pop(request_id, None)
-        for row in plan.requests:
-            self._write(0, row, self._inputs(row).astype(np.uint64) + np.uint64(1))
-        for row in plan.requests:
-            self._write(1, row, self._attend(0, row)[row.start :])
-        sampled = [[self._sample(row)] if row.samples else [] for row in plan.requests]
+        slots = [self._slots(row) for row in plan.requests]
+        for row, (slots_0, _) in zip(plan.requests, slots, strict=True):
+            self._write(0, row, slots_0, self._inputs(row).astype(np.uint64) + np.uint64(1))
+        for row, (slots_0, slots_1) in zip(plan.requests, slots, strict=True):
+            self._write(1, row, slots_1, self._attend(0, row.start, slots_0))
+        sampled = [
+            [self._sample(row, slots_1)] if row.samples else []
+            for row, (_, slots_1) in zip(plan.requests, slots, strict=True)
+        ]
         self._results.append(ModelRunnerOutput(step=plan.step, sampled_token_ids=sampled))
 
     def sample(self, grammar_masks: GrammarMasks | None = None) -> ModelRunnerOutput:
@@ -110,7 +134,7 @@ class NullModelRunner:
         config = self._config
         num_blocks = config.num_gpu_blocks_override
         if num_blocks is None and config.kv_cache_memory_bytes is not None:
-            num_blocks = config.kv_cache_memory_bytes // (_SPEC.token_size_bytes * config.block_size)
+            num_blocks = config.kv_cache_memory_bytes // (self._spec.token_size_bytes * config.block_size)
         if num_blocks is None:
             return DEFAULT_MAX_MODEL_LEN
         return max(2, min(DEFAULT_MAX_MODEL_LEN, num_blocks * config.block_size))
@@ -124,38 +148,69 @@ class NullModelRunner:
         late = [sampled[position] for position in range(end - row.num_late, end)]
         return np.concatenate([row.tokens[row.start : end - row.num_late], np.array(late, dtype=np.int32)])
 
-    def _write(self, layer: int, row: ScheduledRequest, numbers: _Numbers) -> None:
-        """Put this step's K/V, `[num_tokens]`, into the slots that the block table gives them."""
-        positions = np.arange(row.start, row.start + row.num_tokens)
-        blocks = row.block_tables[0][positions // self._config.block_size]
-        self._pages[layer, blocks, positions % self._config.block_size] = numbers
-
-    def _attend(self, layer: int, row: ScheduledRequest) -> _Numbers:
-        """Read all K/V of `row` up to this step's end; return the weighted sum at each position, `[end]`."""
+    def _slots(self, row: ScheduledRequest) -> list[_Slots]:
+        """Return for each layer where its block table puts the K/V of every position so far, `[end]` each."""
         end = row.start + row.num_tokens
         num_blocks = num_blocks_for(end, self._config.block_size)
-        pages = self._pages[layer, row.block_tables[0][:num_blocks]]
-        return np.cumsum(pages.reshape(-1)[:end] * self._factors[:end])
+        tables = [
+            (table[:num_blocks, None] * self._config.block_size + self._offsets).reshape(-1)[:end]
+            for table in row.block_tables
+        ]
+        return [tables[self._groups[layer]] for layer in range(len(self.windows))]
 
-    def _sample(self, row: ScheduledRequest) -> int:
+    def _write(self, layer: int, row: ScheduledRequest, slots: _Slots, numbers: _Numbers) -> None:
+        """Put this step's K/V, `[num_tokens]`, into their slots."""
+        self._pages[self._page_tensors[layer], slots[row.start :]] = numbers
+
+    def _attend(self, layer: int, start: int, slots: _Slots) -> _Numbers:
+        """Read all K/V in `slots`; return the weighted sum over the window of each position from `start` on."""
+        window = self.windows[layer]
+        sums = np.cumsum(self._pages[self._page_tensors[layer], slots] * self._factors[: len(slots)])
+        seen = sums[start:].copy()
+        if window is not None and window < len(slots):
+            first = max(start, window)  # what lies before the window, whatever it is, is in both sums
+            seen[first - start :] -= sums[first - window : len(slots) - window]
+        return seen
+
+    def _sample(self, row: ScheduledRequest, slots: _Slots) -> int:
         """Draw the token at position `start + num_tokens`, and remember it, for a later plan may need it late."""
-        token_id = _draw(int(self._attend(1, row)[-1]), row.sampling_params)
-        self._sampled.setdefault(row.request_id, {})[row.start + row.num_tokens] = token_id
+        token_id = _draw(int(self._attend(1, len(slots) - 1, slots)[0]), row.sampling_params)
+        self._sampled.setdefault(row.request_id, {})[len(slots)] = token_id
         return token_id
 
 
-def expected_tokens(prompt_token_ids: Sequence[int], params: SamplingParams, num_tokens: int) -> list[int]:
+def expected_tokens(
+    prompt_token_ids: Sequence[int], params: SamplingParams, num_tokens: int, windows: Windows = (None, None)
+) -> list[int]:
     """Return the first `num_tokens` tokens the integer model gives `prompt_token_ids`, by definition, without pages.
 
     Ends (EOS, stop tokens) are not applied.
     """
-    token_ids = list(prompt_token_ids)
-    factors = _position_factors(len(token_ids) + num_tokens)
-    for _ in range(num_tokens):
-        weights = factors[: len(token_ids)]
-        layer_1 = np.cumsum((np.array(token_ids, dtype=np.uint64) + np.uint64(1)) * weights)
-        token_ids.append(_draw(int(np.sum(layer_1 * weights)), params))
-    return token_ids[len(prompt_token_ids) :]
+    return list(islice(continuation(prompt_token_ids, params, windows), num_tokens))
+
+
+def continuation(
+    prompt_token_ids: Sequence[int], params: SamplingParams, windows: Windows = (None, None)
+) -> Iterator[int]:
+    """Yield the tokens the integer model gives `prompt_token_ids`, without end; O(1) each, after O(prompt)."""
+    terms: tuple[list[int], list[int]] = ([], [])  # for each layer its numbers times their factors
+    states = [0, 0]  # for each layer their sum over the window of the last position
+
+    def read(token_id: int) -> None:
+        number = token_id + 1
+        for layer, window in enumerate(windows):
+            terms[layer].append(number * _factor(len(terms[layer])) & _MASK)
+            states[layer] += terms[layer][-1]
+            if window is not None and window < len(terms[layer]):
+                states[layer] -= terms[layer][-1 - window]
+            number = states[layer] = states[layer] & _MASK
+
+    for token_id in prompt_token_ids:
+        read(token_id)
+    while True:
+        token_id = _draw(states[1], params)
+        yield token_id
+        read(token_id)
 
 
 def _draw(state: int, params: SamplingParams) -> int:
@@ -167,15 +222,21 @@ def _draw(state: int, params: SamplingParams) -> int:
 
 def _mix(value: int) -> int:
     """Return the splitmix64 hash of a 64-bit number."""
-    value = (value + 0x9E3779B97F4A7C15) & _MASK
+    value = (value + _GAMMA) & _MASK
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK
     return value ^ (value >> 31)
 
 
+@lru_cache(maxsize=DEFAULT_MAX_MODEL_LEN)
+def _factor(position: int) -> int:
+    """Return an odd 64-bit factor, so that every id at every position counts."""
+    return _mix(position * _GAMMA) | 1
+
+
 def _position_factors(num_positions: int) -> _Numbers:
-    """Return an odd 64-bit factor for each position, so that every id at every position counts, `[num_positions]`."""
-    numbers = np.arange(1, num_positions + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    """Return `_factor` of each position, `[num_positions]`."""
+    numbers = np.arange(1, num_positions + 1, dtype=np.uint64) * np.uint64(_GAMMA)
     numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return (numbers ^ (numbers >> np.uint64(31))) | np.uint64(1)

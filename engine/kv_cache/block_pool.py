@@ -10,12 +10,15 @@
 A block is in the queue exactly when nobody references it. A cached block in the queue keeps its content until it is
 taken, and a hit takes it out of the queue again. Order and reasons are those of vLLM v1's `FreeKVCacheBlockQueue`.
 What a hash is, the pool does not know: it is told which blocks are cached.
+
+The queue is a ring through two arrays, so that it costs eight bytes a block and every move is O(1); the null block,
+which is never handed out, is where the ring closes. Where a table has null blocks they are passed over.
 """
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from engine.kv_cache.spec import NULL_BLOCK
 from engine.outputs import BlockId
@@ -24,31 +27,35 @@ IsCached = Callable[[BlockId], bool]
 
 
 class BlockPool:
-    """Hands out block ids and takes them back; block 0 is never handed out."""
+    """Hands out block ids and takes them back; block 0 is never handed out.
+
+    Attributes:
+        num_blocks: Blocks that can be handed out.
+        num_free_blocks: Blocks that nobody references, cached or not.
+    """
 
     def __init__(self, num_blocks: int) -> None:
         """Own blocks 1 to `num_blocks - 1`, all free, in order of their ids."""
-        self._num_references = [0] * num_blocks
-        self._free: OrderedDict[BlockId, None] = OrderedDict.fromkeys(BlockId(i) for i in range(1, num_blocks))
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that can be handed out."""
-        return len(self._num_references) - 1
-
-    @property
-    def num_free_blocks(self) -> int:
-        """Blocks that nobody references, cached or not."""
-        return len(self._free)
+        self.num_blocks = self.num_free_blocks = num_blocks - 1
+        self._num_references = array("i", bytes(4 * num_blocks))
+        self._next = array("i", [*range(1, num_blocks), NULL_BLOCK])
+        self._previous = array("i", [num_blocks - 1, *range(num_blocks - 1)])
 
     @property
     def num_used_blocks(self) -> int:
         """Blocks that somebody references."""
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free_blocks
 
     def num_references(self, block: BlockId) -> int:
         """Return how many references `block` has."""
         return self._num_references[block]
+
+    def free_blocks(self) -> Iterator[BlockId]:
+        """Yield the free blocks in the order in which they will be taken."""
+        block = self._next[NULL_BLOCK]
+        while block != NULL_BLOCK:
+            yield BlockId(block)
+            block = self._next[block]
 
     def take(self, num_blocks: int) -> list[BlockId]:
         """Remove `num_blocks` blocks from the front of the free queue and give each one reference.
@@ -58,18 +65,26 @@ class BlockPool:
         Raises:
             ValueError: Fewer are free; the caller asks `num_free_blocks` first.
         """
-        if num_blocks > len(self._free):
-            raise ValueError(f"cannot take {num_blocks} blocks: {len(self._free)} of {self.num_blocks} are free")
-        taken = [self._free.popitem(last=False)[0] for _ in range(num_blocks)]
-        for block in taken:
+        if num_blocks > self.num_free_blocks:
+            raise ValueError(f"cannot take {num_blocks} blocks: {self.num_free_blocks} of {self.num_blocks} are free")
+        taken = []
+        block = self._next[NULL_BLOCK]
+        for _ in range(num_blocks):
+            taken.append(BlockId(block))
             self._num_references[block] = 1
+            block = self._next[block]
+        self._link(NULL_BLOCK, block)
+        self.num_free_blocks -= num_blocks
         return taken
 
     def share(self, blocks: Iterable[BlockId]) -> None:
         """Add one reference to each of `blocks`; a free one leaves the free queue with its content."""
         for block in blocks:
+            if block == NULL_BLOCK:
+                continue
             if self._num_references[block] == 0:
-                del self._free[block]
+                self._link(self._previous[block], self._next[block])
+                self.num_free_blocks -= 1
             self._num_references[block] += 1
 
     def release(self, blocks: Sequence[BlockId], is_cached: IsCached) -> None:
@@ -80,16 +95,24 @@ class BlockPool:
         """
         scratch = []
         for block in reversed(blocks):
+            if block == NULL_BLOCK:
+                continue
             self._num_references[block] -= 1
             if self._num_references[block] > 0:
                 continue
+            self.num_free_blocks += 1
             if is_cached(block):
-                self._free[block] = None
+                self._link(self._previous[NULL_BLOCK], block)
+                self._link(block, NULL_BLOCK)
             else:
                 scratch.append(block)
         for block in reversed(scratch):
-            self._free[block] = None
-            self._free.move_to_end(block, last=False)
+            self._link(block, self._next[NULL_BLOCK])
+            self._link(NULL_BLOCK, block)
+
+    def _link(self, block: int, following: int) -> None:
+        self._next[block] = following
+        self._previous[following] = block
 
     def check_invariants(self, referenced: Iterable[BlockId], is_cached: IsCached) -> None:
         """Derive everything again from `referenced`, every reference there should be, and compare.
@@ -97,12 +120,16 @@ class BlockPool:
         Raises:
             AssertionError: Counts, queue or order are not what they must be.
         """
-        expected = Counter(referenced)
-        actual = {BlockId(i): count for i, count in enumerate(self._num_references) if count}
-        assert actual == dict(expected), f"references {actual} are not those of tables and plans {dict(expected)}"
-        assert NULL_BLOCK not in self._free, "the null block is in the free queue"
-        assert NULL_BLOCK not in actual, "the null block is referenced"
-        unreferenced = {i for i in range(1, len(self._num_references)) if not self._num_references[i]}
-        assert unreferenced == set(self._free), f"free queue {set(self._free)} is not {unreferenced}"
-        cached = [is_cached(block) for block in self._free]
-        assert cached == sorted(cached), f"a cached block is queued before one that is not: {list(self._free)}"
+        expected = array("i", bytes(4 * (self.num_blocks + 1)))
+        for block in referenced:
+            expected[block] += 1
+        actual = self._num_references
+        assert actual == expected, f"references {list(actual)} are not those of tables and plans {list(expected)}"
+        assert actual[NULL_BLOCK] == 0, "the null block is referenced"
+        free = list(self.free_blocks())
+        assert len(free) == self.num_free_blocks, f"{self.num_free_blocks} blocks are counted free, {len(free)} are"
+        assert len({*free}) == actual.count(0) - 1, f"free queue {free} is not what nobody references"
+        assert not any(actual[block] for block in free), f"free queue {free} has blocks in use"
+        assert self._previous[NULL_BLOCK] == (free[-1] if free else NULL_BLOCK), "the end of the free queue is lost"
+        cached = [is_cached(block) for block in free]
+        assert cached == sorted(cached), f"a cached block is queued before one that is not: {free}"

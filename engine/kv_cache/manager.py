@@ -1,73 +1,139 @@
-"""The KV cache as the scheduler sees it: match, admit, grow, publish, retract, release.
+"""The KV cache as the scheduler sees it: match, has_room, admit, grow, publish, retract, release.
 
 Who holds what::
 
     waiting, ended     nothing
-    running            one reference to each block of its table
+    running            one reference to each block of its tables
     a plan in flight   the blocks of its rows: a request that leaves meanwhile passes its references on to the newest
                        plan with a row of it, and they are dropped when that plan is settled
 
+Who is admitted is promised the blocks for all its tokens, though it takes them chunk by chunk: nobody else is admitted
+on them. Only who runs already may grow into them.
+
 So a block that a plan names is never handed out again before the plan's end, and a block that an uncommitted step
-published always has a reference. Tables are tuples of groups; today there is one group, whose layers all see the
-whole context.
+published always has a reference. A request has one table a group; in a group with a window the blocks behind it are
+given back as soon as no uncommitted step can read them, and the table has null blocks in their place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Sequence
 
 from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.match import Match, longest_match
 from engine.kv_cache.prefix_cache import PrefixCache
-from engine.kv_cache.spec import num_blocks_for
-from engine.outputs import BlockId, RequestId, TokenArray
-from engine.request import AppendOnlyArray, Request
+from engine.kv_cache.spec import NULL_BLOCK, max_blocks_for, num_blocks_for, num_skipped_blocks
+from engine.outputs import BlockId, KVCacheGroup, RequestId, TokenArray
+from engine.request import AppendOnlyArray, Request, Shortage
 
-
-class Match(NamedTuple):
-    """The beginning of a request that is in the cache; holds no reference.
-
-    Attributes:
-        blocks: Its blocks, in table order.
-        num_tokens: The tokens they hold.
-    """
-
-    blocks: list[BlockId]
-    num_tokens: int
+ALL_LAYERS = (KVCacheGroup(layers=(0,)),)
 
 
 class _Table:
-    """The blocks of one running request; `num_published` of them went to the prefix cache or came from it."""
+    """One group's blocks of one running request.
 
-    __slots__ = ("array", "blocks", "num_published")
+    Attributes:
+        blocks: In order of positions; null blocks first, where a window has passed.
+        num_skipped: How many null blocks there are.
+        num_published: How many blocks went to the prefix cache or came from it.
+    """
+
+    __slots__ = ("array", "blocks", "num_published", "num_skipped")
 
     def __init__(self, blocks: list[BlockId]) -> None:
         self.blocks = list(blocks)
         self.array = AppendOnlyArray(blocks)
         self.num_published = len(blocks)
+        self.num_skipped = blocks.count(BlockId(NULL_BLOCK))
 
     def extend(self, blocks: list[BlockId]) -> None:
         self.blocks += blocks
         for block in blocks:
             self.array.append(block)
 
+    def skip(self, num_skipped: int) -> list[BlockId]:
+        """Put null blocks in the place of the first `num_skipped`, in a new array; return what was there."""
+        skipped = self.blocks[self.num_skipped : num_skipped]
+        self.blocks[self.num_skipped : num_skipped] = [BlockId(NULL_BLOCK)] * len(skipped)
+        self.array = AppendOnlyArray(self.blocks)
+        self.num_skipped = num_skipped
+        return skipped
+
+
+class _Tables(tuple[_Table, ...]):
+    """One request's tables, one a group, all of one length.
+
+    Attributes:
+        num_slots: Tokens they have room for.
+        views: What plans are given.
+        num_tokens: Tokens at admission, room for which is promised.
+        num_promised: Blocks still to be taken of those promised.
+    """
+
+    num_slots: int
+    views: tuple[TokenArray, ...]
+    num_tokens: int
+    num_promised: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks they hold, shared ones included."""
+        return sum([len(table.blocks) - table.num_skipped for table in self])
+
 
 class KVCacheManager:
     """All that the scheduler may ask of the cache. Every refusal leaves everything as it was."""
 
-    def __init__(self, num_blocks: int, block_size: int, *, enable_prefix_caching: bool, hash_salt: bytes) -> None:
-        """Manage blocks 1 to `num_blocks - 1`, of `block_size` tokens each."""
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        *,
+        enable_prefix_caching: bool,
+        hash_salt: bytes,
+        groups: Sequence[KVCacheGroup] = ALL_LAYERS,
+        max_in_flight: int = 1,
+        records_events: bool = False,
+    ) -> None:
+        """Manage blocks 1 to `num_blocks - 1`, of `block_size` tokens each.
+
+        At most `max_in_flight` tokens of a request are uncommitted at a time.
+        """
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
-        self.prefix_cache = PrefixCache(num_blocks, block_size, hash_salt)
+        self.prefix_cache = PrefixCache(num_blocks, block_size, hash_salt, records_events=records_events)
         self._enable_prefix_caching = enable_prefix_caching
-        self._tables: dict[RequestId, _Table] = {}
-        self._held: dict[int, dict[RequestId, list[BlockId]]] = {}
+        self._groups = tuple(groups)
+        self._windowed = [(i, group) for i, group in enumerate(groups) if group.sliding_window is not None]
+        self._max_in_flight = max_in_flight
+        self._num_promised = 0
+        self._tables: dict[RequestId, _Tables] = {}
+        self._held: dict[int, dict[RequestId, _Tables]] = {}
 
     @property
     def has_held_blocks(self) -> bool:
         """Whether plans in flight hold blocks that their requests gave back."""
         return bool(self._held)
+
+    @property
+    def num_available_blocks(self) -> int:
+        """Free blocks that are promised to nobody; negative while those who run have grown into what is promised."""
+        return self.pool.num_free_blocks - self._num_promised
+
+    def max_blocks(self, num_tokens: int) -> int:
+        """Return the most blocks that a request of `num_tokens` tokens ever holds."""
+        return max_blocks_for(self._groups, num_tokens, self.block_size, self._max_in_flight)
+
+    def num_blocks(self, request: Request) -> int:
+        """Return how many blocks a running request holds, shared ones included."""
+        return self._tables[request.request_id].num_blocks
+
+    def num_own_blocks(self, request: Request) -> int:
+        """Return how many blocks would be free without a running request, now or once no plan names them."""
+        tables = self._tables[request.request_id]
+        return sum(self.pool.num_references(block) == 1 for table in tables for block in table.blocks)
+
+    # A request comes
 
     def match(self, request: Request) -> Match:
         """Find the longest cached beginning of the request's tokens; changes nothing.
@@ -75,54 +141,129 @@ class KVCacheManager:
         At least one token is left to compute, for its logits are needed: a fully cached request computes its last
         block again, into a block of its own.
         """
-        if not self._enable_prefix_caching:
-            return Match([], 0)
+        if not self._enable_prefix_caching or not request.reads_prefix_cache:
+            return Match(tuple([] for _ in self._groups), 0)
         max_blocks = (request.num_tokens - 1) // self.block_size
-        blocks = self.prefix_cache.match(self.prefix_cache.hashes(request)[:max_blocks])
-        return Match(blocks, len(blocks) * self.block_size)
+        hashes = self.prefix_cache.hashes(request)[:max_blocks]
+        return longest_match(self.prefix_cache, self._groups, hashes, self.block_size)
 
-    def admit(self, request: Request, match: Match, num_tokens: int) -> bool:
-        """Give `request` a table: the matched blocks, shared, and new ones for its first `num_tokens` tokens.
-
-        Refused unless all its tokens would fit in what is free now, though only the first are taken: who starts
-        should be able to reach its first token.
-        """
-        num_rescued = sum(self.pool.num_references(block) == 0 for block in match.blocks)
-        num_free = self.pool.num_free_blocks - num_rescued
-        if num_blocks_for(request.num_tokens, self.block_size) - len(match.blocks) > num_free:
+    def is_short(self, request: Request, num_reserved: int, max_new: int | None) -> bool:
+        """Whether `has_room`, which refused before, would refuse again; O(1), for it is asked in every step."""
+        shortage = request.shortage
+        if shortage is None:
             return False
-        self.pool.share(match.blocks)  # before any new block is taken, lest a matched one be handed out
-        self._tables[request.request_id] = _Table(match.blocks)
-        return self.grow(request, num_tokens)
+        lacks_blocks = shortage.num_blocks + num_reserved > self.num_available_blocks
+        lacks_tokens = max_new is not None and shortage.num_new > max_new
+        if not (lacks_blocks or lacks_tokens):
+            return False
+        return shortage.next_hash is None or self.prefix_cache.find(shortage.next_hash) is None
+
+    def has_room(self, request: Request, match: Match, num_reserved: int = 0, max_new: int | None = None) -> bool:
+        """Whether `request` can start behind `match`: all its tokens must fit in what is free.
+
+        It is asked before `admit`, which takes nothing yet: who starts should be able to reach its first token. A
+        refusal is remembered in `request.shortage`.
+
+        Args:
+            request: Without tables.
+            match: What `match` found for it.
+            num_reserved: Blocks to leave free.
+            max_new: Tokens that can be computed in this step, where they must be computed at once.
+        """
+        num_needed = self.max_blocks(request.num_tokens)
+        for group, blocks in zip(self._groups, match.blocks, strict=True):
+            if group.sliding_window is None:  # what a window holds is given back while more is taken
+                num_needed -= sum(self.pool.num_references(block) > 0 for block in blocks)
+        num_new = request.num_tokens - match.num_tokens
+        has_room = num_needed + num_reserved <= self.num_available_blocks and (max_new is None or num_new <= max_new)
+        request.shortage = None if has_room else Shortage(num_needed, num_new, self._next_hash(request, match))
+        return has_room
+
+    def num_missing_blocks(self, request: Request, num_reserved: int) -> int:
+        """Return how many more blocks must become free before `has_room`; 0 where it is so already."""
+        if not self.is_short(request, num_reserved, None):
+            self.has_room(request, self.match(request), num_reserved)
+        num_needed = 0 if request.shortage is None else request.shortage.num_blocks + num_reserved
+        return max(0, num_needed - self.num_available_blocks)
+
+    def admit(self, request: Request, match: Match) -> None:
+        """Give `request` tables that begin with the matched blocks, shared; `grow` extends them."""
+        tables = self._tables[request.request_id] = _Tables(_Table(blocks) for blocks in match.blocks)
+        tables.num_tokens = request.num_tokens
+        for blocks in match.blocks:
+            self.pool.share(blocks)
+        self._measure(tables)
+
+    def _next_hash(self, request: Request, match: Match) -> bytes | None:
+        index = match.num_tokens // self.block_size
+        max_blocks = (request.num_tokens - 1) // self.block_size
+        return request.block_hashes[index] if index < min(max_blocks, len(request.block_hashes)) else None
+
+    # A request goes on
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Extend the request's table to hold `num_tokens` tokens, or refuse where too few blocks are free."""
-        table = self._tables[request.request_id]
-        num_new = num_blocks_for(num_tokens, self.block_size) - len(table.blocks)
-        if num_new > self.pool.num_free_blocks:
+        """Extend the request's tables to hold `num_tokens` tokens, or refuse where too few blocks are free."""
+        tables = self._tables[request.request_id]
+        if num_tokens <= tables.num_slots:
+            return True
+        for index, group in self._windowed:
+            self._skip(tables[index], num_skipped_blocks(group, request.num_processed_tokens, self.block_size))
+        num_new = num_blocks_for(num_tokens - tables.num_slots, self.block_size)
+        if num_new * len(tables) > self.pool.num_free_blocks:
             return False
-        if num_new > 0:
+        for table in tables:
             blocks = self.pool.take(num_new)
             self.prefix_cache.forget(blocks)
             table.extend(blocks)
+        self._measure(tables)
         return True
+
+    def _measure(self, tables: _Tables) -> None:
+        """Bring what is derived from `tables` up to date: they are new, or have grown."""
+        tables.num_slots = len(tables[0].blocks) * self.block_size
+        tables.views = tuple([table.array.view() for table in tables])
+        num_left = 0
+        if tables.num_slots < tables.num_tokens:
+            num_left = max(0, self.max_blocks(tables.num_tokens) - tables.num_blocks)
+        self._num_promised += num_left - tables.num_promised
+        tables.num_promised = num_left
+
+    def _skip(self, table: _Table, num_skipped: int) -> None:
+        """Give back what a window has left behind; plans in flight name those blocks but do not read them."""
+        if num_skipped > table.num_skipped:
+            self.pool.release(table.skip(num_skipped), self.prefix_cache.holds)
 
     def publish(self, request: Request, step: int) -> None:
         """Let others hit the blocks that are full once `step` has run and whose tokens are all known."""
-        if not self._enable_prefix_caching:
-            return
-        table = self._tables[request.request_id]
+        tables = self._tables[request.request_id]
         num_full = min(request.num_computed_tokens, request.num_tokens) // self.block_size
-        if num_full <= table.num_published:
+        if num_full <= tables[0].num_published or not self._enable_prefix_caching:
             return
-        hashes = self.prefix_cache.hashes(request)
-        for index in range(table.num_published, num_full):
-            self.prefix_cache.publish(table.blocks[index], hashes[index], step)
-        table.num_published = num_full
+        for group, table in enumerate(tables):
+            first, table.num_published = table.num_published, num_full
+            self.prefix_cache.publish(request, first, table.blocks[first:num_full], step, group)
 
     def block_tables(self, request: Request) -> tuple[TokenArray, ...]:
-        """Return the request's table, one read-only view a group, `[num_blocks]`."""
-        return (self._tables[request.request_id].array.view(),)
+        """Return the request's tables, one read-only view a group, `[num_blocks]`."""
+        return self._tables[request.request_id].views
+
+    def num_common_prefix_blocks(self, running: Sequence[Request]) -> tuple[int, ...]:
+        """Return for each group how many leading blocks all of `running` share, 0 where that is not known for sure.
+
+        It is not in groups with a window, nor while plans in flight hold blocks of who has left.
+        """
+        if len(running) < 2 or self._held:
+            return (0,) * len(self._groups)
+        counts = []
+        for group, table in zip(self._groups, self._tables[running[0].request_id], strict=True):
+            count = 0
+            if group.sliding_window is None:
+                while count < len(table.blocks) and self.pool.num_references(table.blocks[count]) == len(running):
+                    count += 1
+            counts.append(count)
+        return tuple(counts)
+
+    # A step is undone
 
     def retract(self) -> set[BlockId]:
         """Forget what uncommitted steps published, and return it; the caller rewinds who relies on it."""
@@ -130,38 +271,46 @@ class KVCacheManager:
 
     def rewind(self, request: Request) -> None:
         """Publish again, from the request's `num_computed_tokens` on, what `retract` took back."""
-        table = self._tables[request.request_id]
-        table.num_published = min(table.num_published, request.num_computed_tokens // self.block_size)
+        for table in self._tables[request.request_id]:
+            table.num_published = min(table.num_published, request.num_computed_tokens // self.block_size)
 
     def relies_on(self, request: Request, blocks: set[BlockId]) -> bool:
         """Whether one of `blocks` holds tokens that `request` takes as computed."""
         num_full = request.num_computed_tokens // self.block_size
-        return not blocks.isdisjoint(self._tables[request.request_id].blocks[:num_full])
+        tables = self._tables[request.request_id]
+        return any(not blocks.isdisjoint(table.blocks[:num_full]) for table in tables)
 
     def forget(self, request: Request) -> None:
         """Let nobody hit the blocks of `request`, which a plan in flight names: they are not to be trusted."""
-        held = self._held.get(request.last_step, {}).get(request.request_id, [])
-        table = self._tables.get(request.request_id)
-        self.prefix_cache.forget(held if table is None else table.blocks)
+        held = self._held.get(request.last_step, {}).get(request.request_id, ())
+        for table in self._tables.get(request.request_id, held):
+            self.prefix_cache.forget(table.blocks)
+
+    # A request leaves
 
     def release(self, request: Request, held_until: int | None) -> None:
-        """Take the request's table; its references end now, or once the step `held_until` is settled.
+        """Take the request's tables; its references end now, or once the step `held_until` is settled.
 
-        A request without a table holds nothing, and nothing happens.
+        A request without tables holds nothing, and nothing happens.
         """
-        table = self._tables.pop(request.request_id, None)
-        if table is None:
+        tables = self._tables.pop(request.request_id, None)
+        if tables is None:
             return
+        self._num_promised -= tables.num_promised
         if held_until is None:
-            self.pool.release(table.blocks, self.prefix_cache.holds)
+            self._release(tables)
         else:
-            self._held.setdefault(held_until, {})[request.request_id] = table.blocks
+            self._held.setdefault(held_until, {})[request.request_id] = tables
 
     def settle(self, step: int) -> None:
         """The plan of `step` has ended: its publications stand, and what it held is given back."""
         self.prefix_cache.commit(step)
-        for blocks in self._held.pop(step, {}).values():
-            self.pool.release(blocks, self.prefix_cache.holds)
+        for tables in self._held.pop(step, {}).values():
+            self._release(tables)
+
+    def _release(self, tables: _Tables) -> None:
+        for table in tables:
+            self.pool.release(table.blocks, self.prefix_cache.holds)
 
     def reset_prefix_cache(self) -> None:
         """Forget all cached beginnings; tables and plans in flight keep their blocks."""
@@ -173,17 +322,26 @@ class KVCacheManager:
         Raises:
             AssertionError: Something leaked, or is owned twice.
         """
-        assert self._tables.keys() == {request.request_id for request in running}, "tables are not those of who runs"
+        tables_of = self._tables
+        assert tables_of.keys() == {request.request_id for request in running}, "tables are not those of who runs"
+        num_promised = sum([tables.num_promised for tables in tables_of.values()])
+        assert self._num_promised == num_promised, f"{self._num_promised} blocks are promised, not {num_promised}"
         self.prefix_cache.check_invariants()
         self.pool.check_invariants(self._references(), self.prefix_cache.holds)
         for request in running:
-            table = self._tables[request.request_id]
-            assert table.blocks == table.array.view().tolist(), f"{request}: table and its view differ"
-            assert len(table.blocks) * self.block_size >= request.num_computed_tokens, f"{request}: table is too short"
+            tables = tables_of[request.request_id]
+            assert tables.num_slots >= request.num_computed_tokens, f"{request}: tables are too short"
+            for table, view in zip(tables, tables.views, strict=True):
+                assert len(table.blocks) * self.block_size == tables.num_slots, f"{request}: tables differ in length"
+                assert table.blocks == view.tolist(), f"{request}: table and view differ"
+                num_null = table.blocks.count(BlockId(NULL_BLOCK))
+                assert num_null == table.num_skipped, f"{request}: a null block among those in use: {table.blocks}"
 
-    def _references(self) -> Iterator[BlockId]:
-        for table in self._tables.values():
-            yield from table.blocks
-        for held in self._held.values():
-            for blocks in held.values():
-                yield from blocks
+    def _references(self) -> list[BlockId]:
+        held = [tables for requests in self._held.values() for tables in requests.values()]
+        return [
+            block
+            for tables in (*self._tables.values(), *held)
+            for table in tables
+            for block in table.blocks[table.num_skipped :]
+        ]

@@ -4,8 +4,9 @@ A block's hash covers its own tokens, its keys and, through its parent's hash, a
 
     hash(block i) = sha256(hash(block i - 1) · its tokens, packed int32 · its keys)      hash(block -1) = sha256(salt)
 
-Parent and tokens have a fixed size and every key bears its kind, so that two different beginnings never hash the same
-bytes. Equal blocks computed twice are both kept; the first is hit, the others step in when it is evicted.
+Parent and tokens have a fixed size, every key bears its kind and its length, so that two different beginnings never
+hash the same bytes. Equal blocks computed twice are both kept; the first is hit, the others step in when it is
+evicted. Each KV cache group has its own entries: the hash followed by the group's index, but for the first group.
 
 A publication bears the step whose plan computes the block. Until that step is committed it can be retracted, and the
 block cannot be evicted, for the plan holds a reference to it.
@@ -14,23 +15,27 @@ block cannot be evicted, for the plan holds a reference to it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
+from engine.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from engine.outputs import BlockId
 from engine.request import Request
+
+HASH_SIZE_BYTES = hashlib.sha256().digest_size
 
 
 class PrefixCache:
     """Hash → block id and back; owns no block and no reference."""
 
-    def __init__(self, num_blocks: int, block_size: int, salt: bytes) -> None:
+    def __init__(self, num_blocks: int, block_size: int, salt: bytes, *, records_events: bool = False) -> None:
         """Start empty, for block ids below `num_blocks` of `block_size` tokens. Only equal salts give equal hashes."""
         self._block_size = block_size
         self._root = hashlib.sha256(salt).digest()
-        self._hash_of: list[bytes | None] = [None] * num_blocks
+        self._key_of: list[bytes | None] = [None] * num_blocks
         self._block_of: dict[bytes, BlockId] = {}
         self._twins: dict[bytes, list[BlockId]] = {}
         self._published: dict[int, list[BlockId]] = {}
+        self._events: list[KVCacheEvent] | None = [] if records_events else None
 
     def hashes(self, request: Request) -> list[bytes]:
         """Return the hash of each full block of the request's tokens; each is computed once in its life."""
@@ -39,15 +44,20 @@ class PrefixCache:
         for index in range(len(hashes), len(tokens) // size):
             digest = hashlib.sha256(hashes[-1] if hashes else self._root)
             digest.update(tokens[index * size : (index + 1) * size].tobytes())
-            digest.update(_keys(request, index))
+            for kind, key in _keys(request, index, size):
+                digest.update(b"%b\0%d\0%b" % (kind, len(key), key))
             hashes.append(digest.digest())
         return hashes
 
-    def match(self, hashes: Iterable[bytes]) -> list[BlockId]:
+    def find(self, block_hash: bytes, group: int = 0) -> BlockId | None:
+        """Return the block that can be hit under `block_hash` in `group`; nothing is referenced or changed."""
+        return self._block_of.get(_key(block_hash, group))
+
+    def match(self, hashes: Iterable[bytes], group: int = 0) -> list[BlockId]:
         """Return the blocks of the longest known beginning of `hashes`; nothing is referenced or changed."""
         blocks = []
         for block_hash in hashes:
-            block = self._block_of.get(block_hash)
+            block = self.find(block_hash, group)
             if block is None:
                 break
             blocks.append(block)
@@ -55,14 +65,22 @@ class PrefixCache:
 
     def holds(self, block: BlockId) -> bool:
         """Whether `block` can be hit, or could once its first twin is gone."""
-        return self._hash_of[block] is not None
+        return self._key_of[block] is not None
 
-    def publish(self, block: BlockId, block_hash: bytes, step: int) -> None:
-        """Let `block`, which the plan of `step` completes, be hit under `block_hash` from now on."""
-        self._hash_of[block] = block_hash
-        if self._block_of.setdefault(block_hash, block) != block:
-            self._twins.setdefault(block_hash, []).append(block)
-        self._published.setdefault(step, []).append(block)
+    def publish(self, request: Request, first: int, blocks: Sequence[BlockId], step: int, group: int = 0) -> None:
+        """Let `blocks`, full ones of `request` from its `first` on, be hit from now on; `step` completes them."""
+        hashes = self.hashes(request)[first : first + len(blocks)]
+        num_new = 0
+        for block, block_hash in zip(blocks, hashes, strict=True):
+            key = _key(block_hash, group)
+            self._key_of[block] = key
+            if self._block_of.setdefault(key, block) != block:
+                self._twins.setdefault(key, []).append(block)
+            else:
+                num_new += 1
+        self._published.setdefault(step, []).extend(blocks)
+        if self._events is not None and num_new:
+            self._events.append(self._stored(request, first, hashes, group))
 
     def commit(self, step: int) -> None:
         """The blocks published by `step` are computed: they stay until evicted."""
@@ -81,26 +99,38 @@ class PrefixCache:
     def forget(self, blocks: Iterable[BlockId]) -> None:
         """Let `blocks` not be hit any more; unknown ones are ignored."""
         for block in blocks:
-            block_hash = self._hash_of[block]
-            if block_hash is None:
+            key = self._key_of[block]
+            if key is None:
                 continue
-            self._hash_of[block] = None
-            twins = self._twins.get(block_hash, [])
-            if self._block_of[block_hash] != block:
+            self._key_of[block] = None
+            twins = self._twins.get(key)
+            if twins is None:
+                del self._block_of[key]
+                if self._events is not None:
+                    self._events.append(BlockRemoved([key[:HASH_SIZE_BYTES]], _group_of(key)))
+                continue
+            if self._block_of[key] != block:
                 twins.remove(block)
-            elif twins:
-                self._block_of[block_hash] = twins.pop(0)
             else:
-                del self._block_of[block_hash]
-            if block_hash in self._twins and not twins:
-                del self._twins[block_hash]
+                self._block_of[key] = twins.pop(0)
+            if not twins:
+                del self._twins[key]
 
     def clear(self) -> None:
         """Forget everything."""
-        self._hash_of = [None] * len(self._hash_of)
+        self._key_of = [None] * len(self._key_of)
         self._block_of.clear()
         self._twins.clear()
         self._published.clear()
+        if self._events is not None:
+            self._events.append(AllBlocksCleared())
+
+    def take_events(self) -> list[KVCacheEvent]:
+        """Return what changed since the last call, in order; always empty unless events are recorded."""
+        if not self._events:
+            return []
+        events, self._events = self._events, []
+        return events
 
     def check_invariants(self) -> None:
         """Check that both directions agree, so that entries never outnumber blocks.
@@ -108,17 +138,38 @@ class PrefixCache:
         Raises:
             AssertionError: They do not.
         """
-        entries = list(self._block_of.items())
-        for block_hash, twins in self._twins.items():
+        num_entries = len(self._block_of)
+        for key, block in self._block_of.items():
+            assert self._key_of[block] == key, f"block {block} is hit under a hash that is not its own"
+        for key, twins in self._twins.items():
             assert twins, "an empty list of twins is kept"
-            assert block_hash in self._block_of, f"twins {twins} of a hash that no block is hit under"
-            entries += [(block_hash, block) for block in twins]
-        hashed = [(block_hash, BlockId(i)) for i, block_hash in enumerate(self._hash_of) if block_hash is not None]
-        assert sorted(entries) == sorted(hashed), "the map of hashes and the hashes of blocks disagree"
+            assert key in self._block_of, f"twins {twins} of a hash that no block is hit under"
+            assert all(self._key_of[block] == key for block in twins), f"one of {twins} has another hash"
+            num_entries += len({*twins} - {self._block_of[key]})
+        num_keyed = len(self._key_of) - self._key_of.count(None)
+        assert num_entries == num_keyed, f"{num_entries} entries for {num_keyed} blocks with a hash"
+
+    def _stored(self, request: Request, first: int, hashes: list[bytes], group: int) -> BlockStored:
+        tokens = request.tokens.view()[first * self._block_size : (first + len(hashes)) * self._block_size]
+        parent = request.block_hashes[first - 1] if first else None
+        return BlockStored(hashes, parent, tokens.tolist(), self._block_size, group, request.adapter_key)
 
 
-def _keys(request: Request, index: int) -> bytes:
-    """Return what separates block `index` beside its tokens; adapter and media will be further kinds."""
+def _key(block_hash: bytes, group: int) -> bytes:
+    return block_hash if group == 0 else block_hash + group.to_bytes(2, "big")
+
+
+def _group_of(key: bytes) -> int:
+    return int.from_bytes(key[HASH_SIZE_BYTES:], "big")
+
+
+def _keys(request: Request, index: int, block_size: int) -> Iterator[tuple[bytes, bytes]]:
+    """Yield the kind and value of each thing that separates block `index` beside its tokens."""
     if index == 0 and request.cache_salt is not None:
-        return b"cache_salt\0" + request.cache_salt.encode(errors="surrogatepass")
-    return b""
+        yield b"cache_salt", request.cache_salt.encode(errors="surrogatepass")
+    if request.adapter_key is not None:
+        yield b"adapter", request.adapter_key.encode(errors="surrogatepass")
+    begin, end = index * block_size, (index + 1) * block_size
+    for media in request.media:
+        if media.offset < end and begin < media.offset + media.length:
+            yield b"media", b"%d\0%b" % (media.offset - begin, media.identifier.encode(errors="surrogatepass"))

@@ -4,23 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from typing import NamedTuple
 
 from engine.outputs import ScheduledRequest, SchedulerOutput
 from engine.request import Request
 
-
-class PlannedRow(NamedTuple):
-    """A row of a plan with its request, as of `generation`."""
-
-    request: Request
-    row: ScheduledRequest
-    generation: int
-
-    @property
-    def counts(self) -> bool:
-        """Whether its result is still wanted: not if the request has ended or was rewound since."""
-        return self.generation == self.request.generation and not self.request.is_finished
+PlannedRow = tuple[Request, ScheduledRequest, int]
+"""A row of a plan with its request, and the request's generation when it was planned. Its result is wanted only while
+that is still the request's generation: not once the request has ended or was rewound."""
 
 
 class PlansInFlight:
@@ -35,9 +25,9 @@ class PlansInFlight:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def __iter__(self) -> Iterator[PlannedRow]:
-        """Yield every row in flight, oldest plan first."""
-        return (planned for _, rows in self._plans for planned in rows)
+    def wanted(self) -> Iterator[PlannedRow]:
+        """Yield every row in flight whose result is wanted, oldest plan first."""
+        return (row for _, rows in self._plans for row in rows if row[2] == row[0].generation)
 
     def push(self, plan: SchedulerOutput, rows: list[PlannedRow]) -> None:
         """Take in the newest plan."""
@@ -61,5 +51,5 @@ class PlansInFlight:
         return self._settled_step
 
     def has_row_of(self, request: Request) -> bool:
-        """Whether a plan in flight has a row of `request`, whether or not it counts."""
+        """Whether a plan in flight has a row of `request`, whether or not it is wanted."""
         return request.last_step > self._settled_step

@@ -10,34 +10,27 @@ Plans may be made before earlier ones are committed. What a plan in flight will 
     tokens        known ............ │ placeholders │        num_computed_tokens moves when a plan is made;
     a plan's row     start ──── num_tokens ───────▶ │        a placeholder becomes a token when it is committed
 
-Invariants: the running list is sorted; every request has at most one row a plan; a row in flight counts unless its
-request has ended or was rewound since; a preempted request waits until its rows in flight are
-committed, for they still yield tokens. The phase-free step is that of vLLM v1.
+Invariants: the running list is sorted; every request has at most one row a plan; a row in flight is wanted unless its
+request has ended or was rewound since; a preempted request waits until its rows in flight are committed, for they
+still yield tokens; nobody yields its place more than `MAX_YIELDS` times. The phase-free step is that of vLLM v1.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from typing import NamedTuple
 
 from engine.config import EngineConfig
 from engine.errors import Cause
-from engine.kv_cache.manager import KVCacheManager, Match
+from engine.kv_cache.manager import KVCacheManager
 from engine.outputs import Capacity, ModelRunnerOutput, RequestId, ScheduledRequest, SchedulerOutput
 from engine.protocol import EngineCoreEvent, PauseMode
 from engine.request import Request, RequestStatus, append_sampled
+from engine.scheduler.admission import MAX_YIELDS, Admission, is_protected
 from engine.scheduler.in_flight import PlannedRow, PlansInFlight
 from engine.scheduler.policy import POLICIES
-from engine.scheduler.waiting_queue import WaitingQueue
 
-
-class RowResult(NamedTuple):
-    """What a step did to one request: the tokens it got, and the status it must move to if it ended."""
-
-    request: Request
-    new_token_ids: list[int]
-    status: RequestStatus | None
-    cause: Cause | None = None
+RowResult = tuple[Request, list[int], RequestStatus | None, Cause | None]
+"""What a step did to one request: the tokens it got, the status it must move to if it ended, and why if it failed."""
 
 
 class _Step:
@@ -48,6 +41,7 @@ class _Step:
         self.budget = budget
         self.now = now
         self.rows: list[PlannedRow] = []
+        self.grammar_rows: list[int] = []
         self.has_preempted = False
 
 
@@ -56,18 +50,16 @@ class Scheduler:
 
     def __init__(self, config: EngineConfig, capacity: Capacity, kv_cache: KVCacheManager) -> None:
         """Start with nothing waiting or running."""
-        policy = POLICIES[config.scheduling_policy]
-        self.waiting = WaitingQueue(policy)
         self.running: list[Request] = []
         self.in_flight = PlansInFlight()
         self.pause: PauseMode | None = None
         self.num_preemptions = 0
-        self.prefix_cache_queries = 0
-        self.prefix_cache_hits = 0
-        self._policy = policy
+        self._policy = POLICIES[config.scheduling_policy]()
         self._config = config
         self._capacity = capacity
         self._kv_cache = kv_cache
+        self.admission = Admission(config, self._policy, self.running, self.in_flight, kv_cache)
+        self.waiting = self.admission.waiting
         self._preempted_ids: list[RequestId] = []
 
     # Making a plan
@@ -77,6 +69,10 @@ class Scheduler:
         if len(self.in_flight) >= self._capacity.max_concurrent_plans:
             return None
         step = _Step(self.in_flight.last_step + 1, self._config.max_num_batched_tokens, now)
+        if self.pause is None:
+            first = self.waiting.peek()
+            for victim in self.admission.displaced():
+                self._yield_place(victim, now, first)
         if self.pause is not PauseMode.KEEP:
             self._schedule_running(step)
         if self.pause is None and not step.has_preempted:
@@ -85,10 +81,12 @@ class Scheduler:
             return None
         plan = SchedulerOutput(
             step=step.number,
-            requests=tuple(planned.row for planned in step.rows),
+            requests=tuple([row for _, row, _ in step.rows]),
             finished_request_ids=finished_request_ids,
             preempted_request_ids=tuple(self._preempted_ids),
             num_tokens=self._config.max_num_batched_tokens - step.budget,
+            grammar_rows=tuple(step.grammar_rows),
+            num_common_prefix_blocks=self._kv_cache.num_common_prefix_blocks(self.running),
         )
         self._preempted_ids.clear()
         self.in_flight.push(plan, step.rows)
@@ -101,29 +99,36 @@ class Scheduler:
             num_new = self._num_new_tokens(request, request.num_computed_tokens, step.budget)
             if num_new == 0:
                 continue
-            if not self._make_room(request, request.num_computed_tokens + num_new, step):
+            num_tokens = request.num_computed_tokens + num_new
+            if not self._kv_cache.grow(request, num_tokens) and not self._make_room(request, num_tokens, step):
                 return
             self._add_row(request, num_new, step)
 
     def _admit_waiting(self, step: _Step) -> None:
-        """Admit heads of the queue while they fit; nobody overtakes a head that does not."""
-        while self.waiting and step.budget > 0 and len(self.running) < self._config.max_num_seqs:
-            request = self.waiting.peek()
-            if self.in_flight.has_row_of(request):
-                return
-            match = self._kv_cache.match(request)
-            num_new = self._num_new_tokens(request, match.num_tokens, step.budget)
-            if num_new == 0 or not self._kv_cache.admit(request, match, match.num_tokens + num_new):
-                return
-            self._start_running(request, match, step.now)
-            self._add_row(request, num_new, step)
+        """Admit who waits, in order, while there is room; a few may start before one that does not fit."""
+        while step.budget > 0 and (request := self.admission.next()) is not None:
+            match = self.admission.match(request, step.budget)
+            num_new = self._num_new_tokens(request, match.num_tokens, step.budget) if match is not None else 0
+            if match is not None and num_new:
+                self.admission.admit(request, match)
+                self._start_running(request, match.num_tokens, step.now)
+                grown = self._kv_cache.grow(request, request.num_computed_tokens + num_new)
+                assert grown, f"{request} was admitted without room for its first tokens"
+                self._add_row(request, num_new, step)
+            elif not self.admission.pass_over(request):
+                break
+        self.admission.close()
 
     def _num_new_tokens(self, request: Request, start: int, budget: int) -> int:
         """Return how many tokens `request` gets in this step, computing from `start` on; 0 passes it over."""
         num_total = request.num_tokens + request.num_placeholders
         if num_total >= request.max_num_tokens:
             return 0  # what is in flight reaches the length limit
+        if request.num_placeholders and request.grammar is not None:
+            return 0  # the mask for its next token depends on the one in flight
         num_new = num_total - start
+        if num_new == 1:
+            return 1
         if self._config.long_prefill_token_threshold:
             num_new = min(num_new, self._config.long_prefill_token_threshold)
         if num_new > budget:
@@ -131,47 +136,49 @@ class Scheduler:
         return num_new
 
     def _make_room(self, request: Request, num_tokens: int, step: _Step) -> bool:
-        """Grow the table of `request`, preempting from the end of the running list; False if it must wait."""
-        while not self._kv_cache.grow(request, num_tokens):
-            if self._kv_cache.has_held_blocks:
-                return False  # a commit will give blocks back; preempting more would not do so sooner
+        """Preempt from the end of the running list until the tables of `request` can grow; False if it must wait."""
+        while not self._kv_cache.has_held_blocks:  # a commit would give blocks back, as soon as preempting more
             victim = self.running[-1]
-            self.preempt(victim, step.now)
+            self._yield_place(victim, step.now)
             step.has_preempted = True
             if victim is request:
                 return False
-        return True
+            if self._kv_cache.grow(request, num_tokens):
+                return True
+        return False
 
-    def _start_running(self, request: Request, match: Match, now: float) -> None:
-        self.waiting.remove(request)
-        if request.num_cached_tokens is None:
-            request.num_cached_tokens = match.num_tokens
-            self.prefix_cache_queries += request.num_tokens if self._config.enable_prefix_caching else 0
-            self.prefix_cache_hits += match.num_tokens
+    def _start_running(self, request: Request, num_cached_tokens: int, now: float) -> None:
         request.move_to(RequestStatus.RUNNING)
-        request.num_computed_tokens = match.num_tokens
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = num_cached_tokens
+        request.num_computed_tokens = request.num_processed_tokens = num_cached_tokens
         request.events.append(EngineCoreEvent("scheduled", now))
-        insort(self.running, request, key=self._policy)
+        self._policy.started(request)
+        insort(self.running, request, key=_rank)
 
     def _add_row(self, request: Request, num_new: int, step: _Step) -> None:
-        start, end = request.num_computed_tokens, request.num_computed_tokens + num_new
+        start, num_tokens = request.num_computed_tokens, request.num_tokens
+        end = start + num_new
+        samples = end == num_tokens + request.num_placeholders
         row = ScheduledRequest(
             request_id=request.request_id,
             tokens=request.tokens.view(),
             start=start,
             num_tokens=num_new,
             block_tables=self._kv_cache.block_tables(request),
-            samples=end == request.num_tokens + request.num_placeholders,
+            samples=samples,
             sampling_params=request.sampling_params,
-            num_late=max(0, end - max(start, request.num_tokens)),
+            num_late=0 if end <= num_tokens else end - max(start, num_tokens),
             num_prompt_tokens=request.num_prompt_tokens,
         )
         request.num_computed_tokens = end
-        request.num_placeholders += row.samples
+        request.num_placeholders += samples
         request.last_step = step.number
         self._kv_cache.publish(request, step.number)
         step.budget -= num_new
-        step.rows.append(PlannedRow(request, row, request.generation))
+        if samples and request.grammar is not None:
+            step.grammar_rows.append(len(step.rows))
+        step.rows.append((request, row, request.generation))
 
     # Taking in a result
 
@@ -188,21 +195,24 @@ class Scheduler:
                 f"is not that of step {plan.step} with {len(plan.requests)} rows"
             )
         results = [
-            self._take_in(planned, token_ids, output.failed.get(planned.request.request_id))
-            for planned, token_ids in zip(rows, output.sampled_token_ids, strict=True)
-            if planned.counts
+            self._take_in(request, row, token_ids, output.failed)
+            for (request, row, generation), token_ids in zip(rows, output.sampled_token_ids, strict=True)
+            if generation == request.generation
         ]
         self._settle()
         return results
 
-    def _take_in(self, planned: PlannedRow, token_ids: list[int], failure: Cause | None) -> RowResult:
-        request = planned.request
-        request.num_placeholders -= planned.row.samples
-        if failure is not None:
+    def _take_in(
+        self, request: Request, row: ScheduledRequest, token_ids: list[int], failed: dict[RequestId, Cause]
+    ) -> RowResult:
+        request.num_placeholders -= row.samples
+        if request.status is RequestStatus.RUNNING:
+            request.num_processed_tokens = row.start + row.num_tokens
+        if failed and request.request_id in failed:
             self._kv_cache.forget(request)
-            return RowResult(request, [], RequestStatus.FINISHED_ERROR, failure)
+            return request, [], RequestStatus.FINISHED_ERROR, failed[request.request_id]
         new_token_ids, status = append_sampled(request, token_ids)
-        return RowResult(request, new_token_ids, status)
+        return request, new_token_ids, status, None
 
     def rewind(self, plan: SchedulerOutput, now: float) -> None:
         """Undo `plan`, the oldest in flight, and with it all later ones, which build on it.
@@ -212,21 +222,16 @@ class Scheduler:
         """
         self.in_flight.oldest(plan)
         retracted = self._kv_cache.retract()
-        for planned in self.in_flight:
-            if planned.counts:
-                self._rewind_row(planned)
+        for request, row, _ in self.in_flight.wanted():
+            if request.status is RequestStatus.RUNNING:
+                request.rewind(row.start)
+                self._kv_cache.rewind(request)
+            else:
+                request.rewind(0)
         for request in reversed(tuple(self.running)):
             if self._kv_cache.relies_on(request, retracted):
                 self.preempt(request, now)
         self._settle()
-
-    def _rewind_row(self, planned: PlannedRow) -> None:
-        request = planned.request
-        if request.status is RequestStatus.RUNNING:
-            request.rewind(planned.row.start)
-            self._kv_cache.rewind(request)
-        else:
-            request.rewind(0)
 
     def _settle(self) -> None:
         """The oldest plan in flight has ended."""
@@ -234,32 +239,52 @@ class Scheduler:
 
     # Moving requests
 
+    def arrive(self, request: Request) -> None:
+        """Give `request` its place in the order; it waits once it is added."""
+        request.place = self._policy.place(request)
+
     def add(self, request: Request) -> None:
-        """Let `request` wait."""
+        """Let `request` wait to be admitted."""
         self.waiting.add(request)
 
-    def preempt(self, request: Request, now: float) -> None:
-        """Take back the blocks of a running request, which then waits before all that never ran."""
-        self.running.remove(request)
-        self._release_blocks(request)
+    def preempt(self, request: Request, now: float, made_way_for: Request | None = None) -> None:
+        """Take back the blocks of a running request, which then waits before those of its urgency that never ran."""
+        self._stop_running(request)
         request.move_to(RequestStatus.PREEMPTED)
-        request.num_computed_tokens = 0
         request.num_preemptions += 1
         self.num_preemptions += 1
         request.events.append(EngineCoreEvent("preempted", now))
         self._preempted_ids.append(request.request_id)
+        request.place = self._policy.place_again(request, made_way_for)
         self.waiting.add(request)
+
+    def _yield_place(self, request: Request, now: float, made_way_for: Request | None = None) -> None:
+        request.num_yields += 1
+        self.preempt(request, now, made_way_for)
+
+    def end_turn(self, request: Request) -> None:
+        """Let go of a session whose turn is done, wherever it is; its rows in flight are void."""
+        self._leave(request)
+        request.rewind(0)
+        request.place = self._policy.place_again(request)
 
     def remove(self, request: Request) -> None:
         """Let go of a request that ends, wherever it is; rows in flight keep their blocks until settled."""
+        self._leave(request)
+        request.generation += 1
+        self._policy.ended(request)
+
+    def _leave(self, request: Request) -> None:
         if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
-            self._release_blocks(request)
+            self._stop_running(request)
         else:
             self.waiting.remove(request)
 
-    def _release_blocks(self, request: Request) -> None:
+    def _stop_running(self, request: Request) -> None:
+        self.running.remove(request)
+        self._policy.stopped(request)
         self._kv_cache.release(request, request.last_step if self.in_flight.has_row_of(request) else None)
+        request.num_computed_tokens = request.num_processed_tokens = 0
 
     def check_invariants(self) -> None:
         """Check queues, statuses and what is in flight against each other.
@@ -267,16 +292,27 @@ class Scheduler:
         Raises:
             AssertionError: Some request is in two places or in none, or a count is off.
         """
-        assert self.running == sorted(self.running, key=self._policy), f"running is out of order: {self.running}"
+        ranks = [_rank(request) for request in self.running]
+        assert ranks == sorted(ranks), f"running is out of order: {self.running}"
         assert len(self.running) <= self._config.max_num_seqs, f"{len(self.running)} requests run"
-        assert all(request.status is RequestStatus.RUNNING for request in self.running), self.running
-        assert not any(request.status is RequestStatus.RUNNING for request in self.waiting), list(self.waiting)
-        assert all(request.num_computed_tokens == 0 for request in self.waiting), list(self.waiting)
         assert len(self.in_flight) <= self._capacity.max_concurrent_plans
-        sampling = [planned.request for planned in self.in_flight if planned.row.samples and planned.counts]
-        for request in [*self.running, *self.waiting]:
-            assert not request.is_finished, f"{request} is still queued"
-            assert request.num_placeholders == sampling.count(request), f"{request}: placeholders are not in flight"
-            num_total = request.num_tokens + request.num_placeholders
-            assert request.num_computed_tokens <= num_total <= request.max_num_tokens, f"{request}: counts"
+        waiting = self.waiting.unordered()
+        assert all(request.status is RequestStatus.RUNNING for request in self.running), self.running
+        assert not any(request.status is RequestStatus.RUNNING for request in waiting), waiting
+        assert not any(request.num_computed_tokens for request in waiting), f"who waits has computed: {waiting}"
+        placeholders = dict.fromkeys([*self.running, *waiting], 0)
+        for request, row, _ in self.in_flight.wanted():
+            placeholders[request] += row.samples
+        for request, num_placeholders in placeholders.items():
+            assert request.num_placeholders == num_placeholders, f"{request}: placeholders are not in flight"
+            num_total = request.num_tokens + num_placeholders
+            assert request.num_processed_tokens <= request.num_computed_tokens <= num_total, f"{request}: counts"
+            assert num_total <= request.max_num_tokens, f"{request}: too many tokens are coming"
+            assert request.num_yields <= MAX_YIELDS, f"{request} had to yield {request.num_yields} times"
+            assert request.num_overtaken <= self._config.max_overtakes, f"{request}: {request.num_overtaken} overtook"
         self._kv_cache.check_invariants(self.running)
+
+
+def _rank(request: Request) -> tuple[bool, int, int]:
+    """Return the order of the running list: who has yielded often enough first, then by the policy."""
+    return not is_protected(request), *request.place

@@ -1,7 +1,8 @@
-"""The requests that wait to be admitted, in a policy's order; preempted ones before all others.
+"""The requests that wait to be admitted, in the order of their places.
 
-A heap whose entries of removed requests are skipped when they come up and swept out once they are the majority, so
-that adding, removing and taking the head cost O(log n) however many wait.
+Order: urgency; then those that were preempted before those that never ran; then position. A heap whose entries of
+removed requests are skipped when they come up and swept out once they are the majority, so that adding, removing and
+taking the head cost O(log n) however many wait.
 """
 
 from __future__ import annotations
@@ -11,37 +12,41 @@ from collections.abc import Iterator
 
 from engine.outputs import RequestId
 from engine.request import Request, RequestStatus
-from engine.scheduler.policy import OrderKey, Policy
 
-_Entry = tuple[bool, OrderKey, Request]
+_Entry = tuple[int, bool, int, Request]
 
 
 class WaitingQueue:
     """A priority queue that forgets whoever leaves early; iterating gives admission order."""
 
-    def __init__(self, policy: Policy) -> None:
-        """Start empty; `policy` gives the order."""
-        self._policy = policy
+    def __init__(self) -> None:
+        """Start empty."""
         self._heap: list[_Entry] = []
+        self._aside: list[_Entry] = []
         self._entries: dict[RequestId, _Entry] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def __iter__(self) -> Iterator[Request]:
-        return (request for _, _, request in sorted(self._entries.values()))
+        return (entry[3] for entry in sorted(self._entries.values(), key=lambda entry: entry[:3]))
+
+    def unordered(self) -> list[Request]:
+        """Return all, in any order."""
+        return [entry[3] for entry in self._entries.values()]
 
     def add(self, request: Request) -> None:
-        """Enqueue `request` at the place that its status and the policy give it."""
-        entry = (request.status is not RequestStatus.PREEMPTED, self._policy(request), request)
+        """Enqueue `request` where its place and its status put it."""
+        urgency, position = request.place
+        entry = (urgency, request.status is not RequestStatus.PREEMPTED, position, request)
         self._entries[request.request_id] = entry
         heapq.heappush(self._heap, entry)
 
-    def peek(self) -> Request:
-        """Return the head; the queue must not be empty."""
-        while self._is_stale(self._heap[0]):
+    def peek(self) -> Request | None:
+        """Return the first that is not set aside, None where there is none."""
+        while self._heap and self._is_stale(self._heap[0]):
             heapq.heappop(self._heap)
-        return self._heap[0][2]
+        return self._heap[0][3] if self._heap else None
 
     def remove(self, request: Request) -> None:
         """Take `request` out; nothing happens where it does not wait."""
@@ -51,5 +56,15 @@ class WaitingQueue:
             self._heap = [entry for entry in self._heap if not self._is_stale(entry)]
             heapq.heapify(self._heap)
 
+    def set_aside(self) -> None:
+        """Let `peek` show the next one, until `restore`."""
+        self._aside.append(heapq.heappop(self._heap))
+
+    def restore(self) -> None:
+        """Put back whatever was set aside."""
+        for entry in self._aside:
+            heapq.heappush(self._heap, entry)
+        self._aside.clear()
+
     def _is_stale(self, entry: _Entry) -> bool:
-        return self._entries.get(entry[2].request_id) is not entry
+        return self._entries.get(entry[3].request_id) is not entry

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from engine.client.input_processor import InputProcessor, RequestOptions
 from engine.client.output_processor import RequestState
 from engine.client.tokenizer import load_tokenizer
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SchedulingPolicy
 from engine.errors import Cause, InvalidRequest, PromptTooLong
 from engine.outputs import FinishReason
 from engine.protocol import EngineCoreOutput, EngineCoreRequest, EngineReady
@@ -19,8 +19,9 @@ TOKENIZER = load_tokenizer("null")
 READY = EngineReady(0, 100, 16, 64, 1, 256, "null", 0)
 
 
-def processor(seed: int = 0) -> InputProcessor:
-    return InputProcessor(EngineConfig(model="null", seed=seed), READY, TOKENIZER)
+def processor(seed: int = 0, scheduling_policy: SchedulingPolicy = "fcfs") -> InputProcessor:
+    config = EngineConfig(model="null", seed=seed, scheduling_policy=scheduling_policy)
+    return InputProcessor(config, READY, TOKENIZER)
 
 
 def requests_of(params: SamplingParams, prompt: str = "abc", seed: int = 0) -> list[EngineCoreRequest]:
@@ -125,6 +126,18 @@ def test_options_that_cannot_be_sent_are_refused_by_name(options: dict[str, obje
     with pytest.raises(InvalidRequest) as caught:
         inputs.make_requests(inputs.tokenize("a"), SamplingParams(), RequestOptions(**options))  # type: ignore[arg-type]
     assert caught.value.param == next(iter(options))
+
+
+def test_a_priority_is_obeyed_or_refused() -> None:
+    for policy, is_obeyed in (("fcfs", False), ("fair", False), ("priority", True)):
+        inputs = processor(scheduling_policy=policy)
+        prompt, options = inputs.tokenize("a"), RequestOptions(priority=-3)
+        if is_obeyed:
+            (request,) = inputs.make_requests(prompt, SamplingParams(), options)[1]
+            assert request.priority == -3
+            continue
+        with pytest.raises(InvalidRequest, match=f"priority -3 has no effect with --scheduling-policy {policy}"):
+            inputs.make_requests(prompt, SamplingParams(), options)
 
 
 @pytest.mark.parametrize(

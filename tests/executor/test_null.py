@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import time
 
+import msgspec
 import numpy as np
 import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.executor.null import VOCAB_SIZE, NullModelRunner, expected_tokens
-from engine.outputs import Capacity, RequestId, ScheduledRequest, SchedulerOutput
+from engine.executor.null import VOCAB_SIZE, NullModelRunner, _factor, _mix, expected_tokens
+from engine.kv_cache.spec import NULL_BLOCK, num_skipped_blocks
+from engine.outputs import Capacity, KVCacheGroup, RequestId, ScheduledRequest, SchedulerOutput
 from engine.sampling_params import SamplingParams
 
 GREEDY = SamplingParams(temperature=0)
@@ -48,6 +50,7 @@ def test_starting_names_every_phase_in_order_and_gives_the_capacity() -> None:
         vocab_size=VOCAB_SIZE,
         model_digest="null",
         max_concurrent_plans=3,
+        kv_cache_groups=(KVCacheGroup(layers=(0, 1)),),
     )
 
 
@@ -77,6 +80,31 @@ def test_the_next_token_is_what_the_definition_gives_whatever_the_chunks_and_blo
             computed += num_tokens
         tokens += sampled
     assert tokens[len(PROMPT) :] == expected_tokens(PROMPT, GREEDY, 2)
+
+
+@pytest.mark.parametrize("windows", [(None, 3), (3, None), (2, 5), (4, 4), (1, 1), (None, 100)])
+@pytest.mark.parametrize("chunk", [1, 3, 7])
+def test_a_layer_with_a_window_sums_over_its_last_positions_and_never_reads_what_lies_before(
+    windows: tuple[int | None, int | None], chunk: int
+) -> None:
+    config = EngineConfig.of(model="null", block_size=2, max_model_len=40)
+    runner = NullModelRunner(config, windows=windows)
+    groups = runner.start(lambda phase, done, total: None).kv_cache_groups
+    tokens = list(PROMPT)
+    (expected,) = expected_tokens(PROMPT, GREEDY, 1, windows)
+    tables = [np.arange(1, 6, dtype=np.int32) + 10 * index for index in range(len(groups))]
+    for start in range(0, len(tokens), chunk):
+        num_tokens = min(chunk, len(tokens) - start)
+        for group, table in zip(groups, tables, strict=True):
+            table[: num_skipped_blocks(group, start, 2)] = NULL_BLOCK
+        planned = msgspec.structs.replace(row(tokens, start, num_tokens, []), block_tables=tuple(tables))
+        (sampled,) = run(runner, start + 1, planned)
+    assert sampled == [expected]
+    naive = [token + 1 for token in tokens]
+    for window in windows:
+        first = [0 if window is None else max(0, end - window + 1) for end in range(len(naive))]
+        naive = [sum(naive[q] * _factor(q) for q in range(first[end], end + 1)) % 2**64 for end in range(len(naive))]
+    assert expected == 32 + _mix(naive[-1]) % 95
 
 
 def test_tokens_are_printable_and_depend_on_every_token_and_its_place() -> None:

@@ -18,10 +18,18 @@ def make_manager(num_blocks: int = 11, block_size: int = 16, enable_prefix_cachi
     return KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, hash_salt=b"")
 
 
+def admit(manager: KVCacheManager, request: Request, num_tokens: int) -> bool:
+    match = manager.match(request)
+    if not manager.has_room(request, match):
+        return False
+    manager.admit(request, match)
+    return manager.grow(request, num_tokens)
+
+
 def compute(manager: KVCacheManager, request: Request, step: int = 1) -> int | None:
     """Admit `request` and compute all its tokens in `step`; returns how many were cached, None if refused."""
     match = manager.match(request)
-    if not manager.admit(request, match, request.num_tokens):
+    if not admit(manager, request, request.num_tokens):
         return None
     request.num_computed_tokens = request.num_tokens
     manager.publish(request, step)
@@ -71,7 +79,7 @@ def test_a_reused_block_is_no_longer_hit_for_what_it_held() -> None:
     other = make_request("b", [2] * 5)
     assert compute(manager, other) == 0
     manager.release(other, None)
-    assert manager.match(make_request("a", [1] * 8)).blocks == []
+    assert manager.match(make_request("a", [1] * 8)).blocks == ([],)
     assert manager.match(make_request("b", [2] * 5)).num_tokens == 4
     manager.check_invariants([])
 
@@ -109,19 +117,19 @@ def test_a_refused_admission_leaves_every_reference_as_it_was() -> None:
     manager.release(freed, None)
     long = make_request("long", [1] * 8 + [2] * 4 + [3] * 12)
     match = manager.match(long)
-    before = [manager.pool.num_references(block) for block in match.blocks]
+    before = [manager.pool.num_references(block) for block in match.blocks[0]]
     assert before == [1, 1, 0]
-    assert not manager.admit(long, match, 16)  # needs three new and the rescued one, three are free
-    assert [manager.pool.num_references(block) for block in match.blocks] == before
+    assert not manager.has_room(long, match)  # needs three new and the rescued one, three are free
+    assert [manager.pool.num_references(block) for block in match.blocks[0]] == before
     manager.check_invariants([held])
 
 
 def test_a_request_starts_only_if_all_its_tokens_would_fit_though_it_takes_only_its_chunk() -> None:
     manager = make_manager(num_blocks=4, block_size=4)
     request = make_request("a", [1] * 13)
-    assert not manager.admit(request, manager.match(request), 4)
+    assert not admit(manager, request, 4)
     request = make_request("b", [1] * 12)
-    assert manager.admit(request, manager.match(request), 4)
+    assert admit(manager, request, 4)
     assert len(table(manager, request)) == 1
     assert manager.grow(request, 12)
     assert not manager.grow(request, 13)
@@ -130,7 +138,7 @@ def test_a_request_starts_only_if_all_its_tokens_would_fit_though_it_takes_only_
 
 def test_a_block_of_unknown_tokens_is_published_once_they_are_known() -> None:
     manager, request = make_manager(block_size=4), make_request("a", [1, 2, 3])
-    manager.admit(request, manager.match(request), 3)
+    admit(manager, request, 3)
     manager.grow(request, 5)
     request.num_computed_tokens = 5  # two late tokens
     manager.publish(request, 2)

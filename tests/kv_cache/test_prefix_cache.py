@@ -19,8 +19,7 @@ def make_cache(salt: bytes = b"") -> PrefixCache:
 
 def published(cache: PrefixCache, request: Request, blocks: list[int], step: int = 1) -> list[bytes]:
     hashes = cache.hashes(request)
-    for block, block_hash in zip(blocks, hashes, strict=False):
-        cache.publish(BlockId(block), block_hash, step)
+    cache.publish(request, 0, [BlockId(block) for block in blocks], step)
     cache.check_invariants()
     return hashes
 

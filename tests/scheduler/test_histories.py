@@ -1,29 +1,31 @@
 from __future__ import annotations
 
-import random
-from typing import Any
+import dataclasses
+from collections.abc import Sequence
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, given
+from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from engine.protocol import PauseMode
-from engine.request import TRANSITIONS, Request, RequestStatus
+from engine.request import RequestStatus
 from fuzz import strategies
-from fuzz.__main__ import TARGETS
-from fuzz.scheduler import Abort, Add, Finish, Operation, Pause, Plan, Reset, Resume, Simulation, draw_history
-from fuzz.scheduler import draw_settings as draw_engine
+from fuzz.coverage import LEGAL_MOVES
+from fuzz.driver import Run
+from fuzz.history import Operation, replay
+from fuzz.scheduler import TARGET, Abort, Add, Finish, Pause, Plan, Reset, Resume, Settings, Simulation
 
 
 class CoreMachine(RuleBasedStateMachine):
     """Adds, aborts, steps, failures, pauses and resets in any order; each rule is one operation of a history."""
 
-    @initialize(engine=strategies.settings())
-    def start(self, engine: dict[str, Any]) -> None:
-        self.simulation = Simulation(engine)
+    @initialize(settings=strategies.drawn(Settings))
+    def start(self, settings: Settings) -> None:
+        self.simulation = Simulation(settings)
 
-    @rule(operation=strategies.operations)
+    @rule(operation=strategies.operations(TARGET))
     def apply(self, operation: Operation) -> None:
         self.simulation.apply(operation)
 
@@ -39,105 +41,107 @@ class CoreMachine(RuleBasedStateMachine):
 
 
 TestCoreMachine = pytest.mark.slow(CoreMachine.TestCase)
-TestCoreMachine.settings = settings(
+TestCoreMachine.settings = hypothesis_settings(
     max_examples=250, stateful_step_count=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
 )
 
 
 @pytest.mark.slow
-@settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(engine=strategies.settings(), history=strategies.histories)
+@hypothesis_settings(max_examples=500, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(settings=strategies.drawn(Settings), operations=strategies.histories(TARGET))
 def test_in_any_history_each_request_gets_what_it_gets_alone_and_one_end(
-    engine: dict[str, Any], history: list[Operation]
+    settings: Settings, operations: Sequence[Operation]
 ) -> None:
-    simulation = Simulation(engine)
-    for operation in history:
-        simulation.apply(operation)
-    simulation.finish()
+    replay(Simulation(settings), operations)
+
+
+NOT_BUILT = {
+    RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
+    RequestStatus.WAITING_FOR_STREAMING_REQ,
+    RequestStatus.FINISHED_IGNORED,
+    RequestStatus.FINISHED_REPETITION,
+}
 
 
 @pytest.mark.slow
-def test_seeded_histories_are_clean_and_take_every_transition_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: set[tuple[RequestStatus, RequestStatus]] = set()
-    move_to = Request.move_to
-
-    def recorded(request: Request, status: RequestStatus) -> None:
-        taken.add((request.status, status))
-        move_to(request, status)
-
-    monkeypatch.setattr(Request, "move_to", recorded)
-    for number in range(400):
-        drawn = random.Random(number)
-        engine = draw_engine(drawn)
-        simulation = Simulation(engine)
-        for operation in draw_history(drawn, 60, engine["max_model_len"]):
-            simulation.apply(operation)
-        simulation.finish()
-    not_built = {
-        RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR,
-        RequestStatus.WAITING_FOR_STREAMING_REQ,
-        RequestStatus.FINISHED_IGNORED,
-        RequestStatus.FINISHED_REPETITION,
-    }
-    possible = {
-        (before, after)
-        for before in set(TRANSITIONS) - not_built
-        for after in TRANSITIONS[before] - not_built - {RequestStatus.WAITING}
-    }
-    assert taken == possible
+def test_seeded_histories_are_clean_and_take_every_move_there_is() -> None:
+    this = Run(TARGET, seed=1)
+    failure = this.find(max_seconds=1e9, max_histories=500)
+    assert failure is None
+    possible = {(before, after) for before, after in LEGAL_MOVES if {before, after}.isdisjoint(NOT_BUILT)}
+    to_waiting = {(before, after) for before, after in possible if after is RequestStatus.WAITING}
+    assert this.coverage.moves.keys() == possible - to_waiting
 
 
-KEPT: list[tuple[dict[str, Any], list[Operation]]] = [
+KEPT: list[tuple[Settings, list[Operation]]] = [
     (  # a preempted request's late token arrives after it gave its blocks back
-        {
-            "num_gpu_blocks_override": 3,
-            "block_size": 1,
-            "max_model_len": 3,
-            "max_num_seqs": 2,
-            "max_concurrent_plans": 2,
-        },
-        [Add(length=1, max_tokens=2), Add(prefix=1, length=1, max_tokens=2), Plan(), Plan(), Finish(), Finish()],
+        Settings(max_model_len=3, max_num_seqs=2, max_num_batched_tokens=512, max_concurrent_plans=2),
+        [Add(max_tokens=2), Add(prefix=1, max_tokens=2), Plan(), Plan(), Finish(), Finish()],
     ),
     (  # the sharer of a failed step's block is rewound, and its own step, already in flight, counts for nothing
-        {"num_gpu_blocks_override": 9, "block_size": 2, "max_model_len": 12, "max_concurrent_plans": 3},
-        [Add(length=6), Plan(fails=True), Add(length=6), Plan(), Plan(), Finish(culprit=0), Finish(), Plan(), Finish()],
+        Settings(
+            num_gpu_blocks_override=9,
+            block_size=2,
+            max_model_len=12,
+            max_num_seqs=64,
+            max_num_batched_tokens=512,
+            max_concurrent_plans=3,
+        ),
+        [
+            Add(length=6, max_tokens=4),
+            Plan(fails=True),
+            Add(length=6, max_tokens=4),
+            *(Plan(), Plan(), Finish(culprit=0), Finish(), Plan(), Finish()),
+        ],
     ),
     (  # a row fails alone and its blocks are forgotten; a later step fails, in which a sharer's block was computed
-        {
-            **{"num_gpu_blocks_override": 8, "block_size": 3, "max_model_len": 23, "max_num_seqs": 6},
-            **{"max_num_batched_tokens": 26, "long_prefill_token_threshold": 1, "max_concurrent_plans": 3},
-        },
+        Settings(
+            num_gpu_blocks_override=8,
+            block_size=3,
+            max_model_len=23,
+            max_num_seqs=6,
+            max_num_batched_tokens=26,
+            long_prefill_token_threshold=1,
+            max_concurrent_plans=3,
+        ),
         [
-            *(Add(prefix=1, length=6, max_tokens=1), Add(max_tokens=1), Plan(), Finish(culprit=1)),
-            *(Plan(), Plan(), Plan(), Finish(), Plan(fails=True), Add(prefix=1, length=7, max_tokens=1)),
+            *(Add(prefix=1, length=6), Add(), Plan(), Finish(culprit=1)),
+            *(Plan(), Plan(), Plan(), Finish(), Plan(fails=True), Add(prefix=1, length=7)),
             *(Finish(), Plan(), Finish(culprit=0)),
         ],
     ),
     (  # reset while a step is in flight, then the same prompt
-        {"num_gpu_blocks_override": 9, "block_size": 2, "max_model_len": 12, "max_concurrent_plans": 2},
-        [Add(length=6), Plan(), Reset(reset_running=True), Add(length=6), Plan(), Finish(), Reset(), Plan(), Finish()],
+        Settings(
+            num_gpu_blocks_override=9,
+            block_size=2,
+            max_model_len=12,
+            max_num_seqs=64,
+            max_num_batched_tokens=512,
+            max_concurrent_plans=2,
+        ),
+        [
+            *(Add(length=6, max_tokens=4), Plan(), Reset(reset_running=True), Add(length=6, max_tokens=4)),
+            *(Plan(), Finish(), Reset(), Plan(), Finish()),
+        ],
     ),
     (  # abort, use the id again, pause, resume, all with the first owner's step in flight
-        {"num_gpu_blocks_override": 6, "block_size": 2, "max_model_len": 12, "max_concurrent_plans": 2},
+        Settings(
+            num_gpu_blocks_override=6,
+            block_size=2,
+            max_model_len=12,
+            max_num_seqs=64,
+            max_num_batched_tokens=512,
+            max_concurrent_plans=2,
+        ),
         [
-            *(Add(length=5), Plan(), Abort(0), Add(prefix=1, length=5, reuses_name=True), Plan()),
-            *(Pause(PauseMode.KEEP), Finish(), Plan(), Resume(), Plan(), Finish()),
+            *(Add(length=5, max_tokens=4), Plan(), Abort(), Add(prefix=1, length=5, max_tokens=4, reuses_name=True)),
+            *(Plan(), Pause(PauseMode.KEEP), Finish(), Plan(), Resume(), Plan(), Finish()),
         ],
     ),
 ]
 
 
-@pytest.mark.parametrize(("engine", "history"), KEPT)
-def test_histories_worth_keeping_stay_clean(engine: dict[str, Any], history: list[Operation]) -> None:
-    simulation = Simulation(engine)
-    for operation in history:
-        simulation.apply(operation)
-    simulation.finish()
-
-
-@pytest.mark.parametrize("target", sorted(TARGETS))
-def test_every_target_of_the_fuzzer_runs_from_a_seed_and_says_what_it_did(
-    target: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert TARGETS[target](0.001, 1) > 0
-    assert capsys.readouterr().out.startswith(f"{target}: ")
+@pytest.mark.parametrize(("settings", "operations"), KEPT)
+@pytest.mark.parametrize("runs_late", [False, True])
+def test_histories_worth_keeping_stay_clean(settings: Settings, operations: list[Operation], runs_late: bool) -> None:
+    replay(Simulation(dataclasses.replace(settings, runs_late=runs_late)), operations)

@@ -65,11 +65,14 @@ def test_a_plan_made_before_the_last_is_committed_decodes_with_a_late_token_besi
     assert rows(driver.plan()) == {"a": 1}
 
 
-def test_chunked_prefill_fills_the_step_and_without_it_nobody_overtakes_the_head() -> None:
-    for chunked, expected in ((True, {"a": 800, "b": 224}), (False, {"a": 800})):
-        driver = make_driver(
-            max_num_batched_tokens=1024, max_model_len=1024, max_num_seqs=3, enable_chunked_prefill=chunked
-        )
+def test_chunked_prefill_fills_the_step_and_without_it_whoever_fits_may_overtake() -> None:
+    cases = (
+        ({"enable_chunked_prefill": True}, {"a": 800, "b": 224}),
+        ({"enable_chunked_prefill": False}, {"a": 800, "c": 10, "d": 10}),
+        ({"enable_chunked_prefill": False, "max_overtakes": 0}, {"a": 800}),
+    )
+    for settings, expected in cases:
+        driver = make_driver(max_num_batched_tokens=1024, max_model_len=1024, max_num_seqs=3, **settings)
         for name, length in (("a", 800), ("b", 800), ("c", 10), ("d", 10)):
             driver.add(name, prompt(length, ord(name)))
         assert rows(driver.step()) == expected

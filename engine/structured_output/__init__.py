@@ -1,0 +1,1 @@
+"""What output must match, as masks over the vocabulary."""

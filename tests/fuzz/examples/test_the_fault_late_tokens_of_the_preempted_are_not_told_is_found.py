@@ -1,0 +1,16 @@
+"""With late tokens of the preempted are not told: AssertionError: r0 did not get the token that its row sampled."""
+
+from __future__ import annotations
+
+from fuzz.faults import assert_found
+from fuzz.scheduler import Add, Plan, Reset, Settings, Simulation
+
+
+def test_the_fault_late_tokens_of_the_preempted_are_not_told_is_found() -> None:
+    settings = Settings()
+    operations = [
+        Add(),
+        Plan(),
+        Reset(reset_running=True),
+    ]
+    assert_found("late tokens of the preempted are not told", Simulation, settings, operations)

@@ -1,0 +1,185 @@
+"""Who may start before whom: look-ahead, the watermark, and places that are lost and kept."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+
+from engine.kv_cache.prefix_cache import PrefixCache
+from engine.outputs import SchedulerOutput
+from engine.request import Request, RequestStatus
+from engine.scheduler.admission import LOOK_AHEAD, MAX_YIELDS
+from engine.testing import CoreDriver
+
+
+def rows(plan: SchedulerOutput | None) -> dict[str, int]:
+    """Return request id → number of tokens of a plan."""
+    assert plan is not None
+    return {row.request_id: row.num_tokens for row in plan.requests}
+
+
+def make_driver(**settings: Any) -> CoreDriver:
+    defaults = {"max_num_seqs": 16, "max_num_batched_tokens": 64, "max_model_len": 40, "block_size": 4}
+    return CoreDriver.of(**{**defaults, "num_gpu_blocks_override": 10, "watermark": 0.0, **settings})
+
+
+def live(driver: CoreDriver, name: str) -> Request:
+    return driver.core._requests[name]
+
+
+def prompt(length: int, first: int = 0) -> list[int]:
+    return [first, *range(100, 99 + length)]
+
+
+# -- look-ahead -------------------------------------------------------------------------------------------------------
+
+
+def test_who_fits_starts_before_a_huge_prompt_that_does_not() -> None:
+    driver = make_driver()
+    driver.add("running", prompt(8, 1), max_tokens=20)
+    driver.step()
+    driver.add("huge", prompt(36, 2), max_tokens=4)
+    driver.add("small", prompt(4, 3), max_tokens=2)
+    assert rows(driver.step()) == {"running": 1, "small": 4}
+    driver.run()
+    assert driver.completions["huge"].token_ids == driver.expected("huge", 4)
+
+
+@pytest.mark.parametrize("max_overtakes", [0, 1, 5])
+def test_the_head_gets_in_after_a_bounded_number_of_admissions_past_it(max_overtakes: int) -> None:
+    driver = make_driver(max_overtakes=max_overtakes)
+    driver.add("first", prompt(4, 1), max_tokens=3)
+    driver.step()
+    driver.add("huge", prompt(38, 2), max_tokens=2)
+    num_past = 0
+    for number in range(40):
+        driver.add(f"small{number}", prompt(4, 3 + number), max_tokens=3)
+        started = rows(driver.step()).keys()
+        if "huge" in started:
+            break
+        num_past += f"small{number}" in started
+    else:
+        pytest.fail("the huge prompt starved")
+    assert num_past == max_overtakes
+    assert live(driver, "huge").num_overtaken == max_overtakes
+
+
+def test_a_step_looks_at_a_bounded_number_of_requests_past_the_head() -> None:
+    driver = make_driver()
+    driver.add("running", prompt(8, 1), max_tokens=30)
+    driver.step()
+    for number in range(LOOK_AHEAD):
+        driver.add(f"huge{number}", prompt(36, 2 + number), max_tokens=2)
+    driver.add("small", prompt(4, 90), max_tokens=2)
+    assert rows(driver.step()) == {"running": 1, "small": 4}
+    driver.add("huge", prompt(36, 91), max_tokens=2)
+    driver.add("late", prompt(4, 92), max_tokens=2)
+    assert "late" not in rows(driver.step())
+
+
+def test_nobody_passes_a_preempted_request() -> None:
+    driver = make_driver()
+    driver.add("elder", prompt(15, 1), max_tokens=25)
+    driver.add("younger", prompt(20, 2), max_tokens=20)
+    while driver.core.stats().num_preemptions == 0:
+        driver.step()
+    assert live(driver, "younger").status is RequestStatus.PREEMPTED
+    driver.add("small", prompt(1, 3), max_tokens=1)
+    while live(driver, "younger").status is RequestStatus.PREEMPTED:
+        assert "small" not in rows(driver.step()) or live(driver, "younger").status is RequestStatus.RUNNING
+    driver.run()
+    assert driver.completions["younger"].token_ids == driver.expected("younger", 20)
+
+
+def test_a_request_that_does_not_fit_is_looked_up_once_and_not_again_at_each_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    looked_up = 0
+    find = PrefixCache.find
+
+    def counting(self: PrefixCache, block_hash: bytes, group: int = 0) -> int | None:
+        nonlocal looked_up
+        looked_up += 1
+        return find(self, block_hash, group)
+
+    driver = make_driver(max_model_len=400, num_gpu_blocks_override=100, max_num_batched_tokens=400)
+    driver.add("running", prompt(200, 1), max_tokens=100)
+    driver.step()
+    driver.add("huge", prompt(380, 2), max_tokens=4)
+    driver.step()
+    monkeypatch.setattr(PrefixCache, "find", counting)
+    for _ in range(50):
+        driver.step()
+    assert looked_up <= 50  # at most whether its next block has come into the cache
+
+
+def test_a_request_that_does_not_fit_starts_as_soon_as_another_computes_its_beginning() -> None:
+    driver = make_driver(num_gpu_blocks_override=12, max_num_batched_tokens=17)
+    shared = prompt(32, 1)
+    driver.add("other", prompt(8, 5), max_tokens=30)
+    driver.add("first", shared, max_tokens=8)
+    driver.step()
+    driver.add("second", shared, max_tokens=4)  # alone it takes eight blocks, two are free
+    started = [sorted(rows(driver.step())) for _ in range(4)]
+    assert any("second" in names for names in started), started
+    driver.run()
+    assert driver.completions["second"].token_ids == driver.expected("second", 4)
+
+
+# -- the watermark ----------------------------------------------------------------------------------------------------
+
+
+def test_the_watermark_is_left_free_beside_who_runs_and_asked_of_nobody_who_would_run_alone() -> None:
+    driver = make_driver(watermark=0.5)
+    driver.add("alone", prompt(36, 1), max_tokens=1)
+    assert rows(driver.step()) == {"alone": 36}
+    driver.add("a", prompt(16, 1), max_tokens=9)
+    driver.add("b", prompt(8, 2), max_tokens=9)
+    assert rows(driver.step()) == {"a": 4}  # beside its four blocks, two more would leave four of ten
+    driver.run()
+    assert driver.completions["b"].token_ids == driver.expected("b", 9)
+
+
+# -- places lost and kept ---------------------------------------------------------------------------------------------
+
+
+def test_nobody_yields_its_place_more_often_than_allowed_however_tight_the_pool() -> None:
+    worst = 0
+    for seed in range(8):
+        draw = random.Random(seed)
+        driver = make_driver(num_gpu_blocks_override=12, max_num_seqs=8, enable_prefix_caching=seed % 2 == 0)
+        for number in range(30):
+            length = draw.randint(1, 12)
+            driver.add(f"r{number}", prompt(length, number), max_tokens=draw.randint(1, 28))
+        requests = list(driver.core._requests.values())
+        driver.run()
+        worst = max(worst, *(request.num_yields for request in requests))
+        for name, completion in driver.completions.items():
+            assert completion.token_ids == driver.expected(name, len(completion.token_ids))
+    assert 1 < worst <= MAX_YIELDS
+
+
+def test_a_protected_request_runs_before_its_elders_and_is_not_the_victim() -> None:
+    driver = make_driver()
+    driver.add("elder", prompt(4, 1), max_tokens=36)
+    driver.add("younger", prompt(4, 2), max_tokens=30)
+    live(driver, "younger").num_yields = MAX_YIELDS
+    driver.step()
+    assert [request.request_id for request in driver.core._scheduler.running] == ["younger", "elder"]
+    younger = live(driver, "younger")
+    driver.run()
+    assert driver.core.stats().num_preemptions > 0
+    assert younger.num_preemptions == 0
+
+
+def test_protected_requests_run_together_only_if_all_of_them_fit_at_full_length() -> None:
+    driver = make_driver()
+    for name in "ab":
+        driver.add(name, prompt(4, ord(name)), max_tokens=30)
+        live(driver, name).num_yields = MAX_YIELDS
+    driver.add("c", prompt(4, 3), max_tokens=2)
+    assert rows(driver.step()) == {"a": 4, "c": 4}
+    driver.run()
+    assert driver.core.stats().num_preemptions == 0
