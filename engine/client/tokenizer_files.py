@@ -94,7 +94,10 @@ def _read_pieces(folder: Path, config: dict[str, Any], named: dict[str, str]) ->
         adds_prefix=model.adds_prefix and config.get("add_prefix_space") is not False,
         prefixes_all=config.get("legacy") is not False,
     )
-    backend = sentence_pieces.build(model)
+    try:
+        backend = sentence_pieces.build(model)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     for token_id, token in sorted(_added_tokens(folder, config).items()):
         (backend.add_special_tokens if token.special else backend.add_tokens)([token])
         if backend.token_to_id(token.content) != token_id:

@@ -59,43 +59,57 @@ def build(model: PieceModel, markers_take_spaces: bool = False) -> Tokenizer:
     a control piece belongs to it, but for the begin and end of a text.
 
     Raises:
-        CheckpointError: Pieces are listed twice.
+        CheckpointError: Pieces are listed twice, or something of the model is damaged.
     """
-    kinds = model.kinds
+    if not -1 <= model.unk_id < len(model.pieces):
+        raise CheckpointError(f"the unknown piece has the id {model.unk_id}, outside of {len(model.pieces)} pieces")
     tokens = [
         piece.replace(_SPACE, " ") if kind == USER_DEFINED else piece
-        for piece, kind in zip(model.pieces, kinds, strict=True)
+        for piece, kind in zip(model.pieces, model.kinds, strict=True)
     ]
-    falls_back = BYTE in kinds
-    if model.is_unigram:
-        unreachable = {UNUSED, CONTROL}
-        scores = [_NEVER if kind in unreachable else score for score, kind in zip(model.scores, kinds, strict=True)]
-        scored = list(zip(tokens, scores, strict=True))
-        backend = Tokenizer(models.Unigram(scored, unk_id=model.unk_id, byte_fallback=falls_back))
-    else:
-        vocabulary = {token: index for index, token in enumerate(tokens)}
-        if len(vocabulary) != len(tokens):
-            raise CheckpointError(f"{len(tokens) - len(vocabulary)} pieces of the tokenizer are listed twice")
-        unknown = tokens[model.unk_id] if model.unk_id >= 0 else None
-        backend = Tokenizer(
-            models.BPE(
-                vocab=vocabulary, merges=_merges(model), unk_token=unknown, fuse_unk=True, byte_fallback=falls_back
-            )
-        )
-    _add_normalization(backend, model)
+    try:
+        backend = Tokenizer(_unigram(model, tokens) if model.is_unigram else _bpe(model, tokens))
+        backend.normalizer = _normalizer(model)
+    except CheckpointError:
+        raise
+    except Exception as error:  # the library raises nothing more precise
+        raise CheckpointError(f"the pieces make no tokenizer: {error}") from error
+    if model.adds_prefix and not model.prefixes_all:
+        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="first", split=False)
     stripped = [decoders.Strip(content=" ", left=1)] if model.adds_prefix else []
     backend.decoder = decoders.Sequence(
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *stripped]
     )
-    by_kind = {kind: [token for token, own in zip(tokens, kinds, strict=True) if own == kind] for kind in set(kinds)}
-    backend.add_special_tokens(
-        [
-            AddedToken(token, normalized=False, rstrip=markers_take_spaces and token not in _PLAIN_MARKERS)
-            for token in by_kind.get(CONTROL, ())
-        ]
-    )
-    backend.add_tokens([AddedToken(token, normalized=False) for token in by_kind.get(USER_DEFINED, ())])
+    _mark_added_tokens(backend, model, tokens, markers_take_spaces)
     return backend
+
+
+def _unigram(model: PieceModel, tokens: list[str]) -> models.Unigram:
+    unreachable = {UNUSED, CONTROL}
+    scores = [_NEVER if kind in unreachable else score for score, kind in zip(model.scores, model.kinds, strict=True)]
+    unk_id = model.unk_id if model.unk_id >= 0 else None
+    return models.Unigram(list(zip(tokens, scores, strict=True)), unk_id=unk_id, byte_fallback=BYTE in model.kinds)
+
+
+def _bpe(model: PieceModel, tokens: list[str]) -> models.BPE:
+    vocabulary = {token: index for index, token in enumerate(tokens)}
+    if len(vocabulary) != len(tokens):
+        raise CheckpointError(f"{len(tokens) - len(vocabulary)} pieces of the tokenizer are listed twice")
+    return models.BPE(
+        vocab=vocabulary,
+        merges=_merges(model),
+        unk_token=tokens[model.unk_id] if model.unk_id >= 0 else None,
+        fuse_unk=True,
+        byte_fallback=BYTE in model.kinds,
+    )
+
+
+def _mark_added_tokens(backend: Tokenizer, model: PieceModel, tokens: list[str], markers_take_spaces: bool) -> None:
+    pairs = list(zip(tokens, model.kinds, strict=True))
+    taking = {token for token, _ in pairs if token not in _PLAIN_MARKERS} if markers_take_spaces else set()
+    markers = [AddedToken(token, normalized=False, rstrip=token in taking) for token, kind in pairs if kind == CONTROL]
+    backend.add_special_tokens(markers)
+    backend.add_tokens([AddedToken(token, normalized=False) for token, kind in pairs if kind == USER_DEFINED])
 
 
 def add_ends(backend: Tokenizer, bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> None:
@@ -107,7 +121,7 @@ def add_ends(backend: Tokenizer, bos: tuple[str, int] | None, eos: tuple[str, in
     backend.post_processor = processors.TemplateProcessing(single=pieces, special_tokens=ends)
 
 
-def _add_normalization(backend: Tokenizer, model: PieceModel) -> None:
+def _normalizer(model: PieceModel) -> normalizers.Normalizer:
     steps: list[normalizers.Normalizer] = []
     if model.charsmap:
         steps.append(normalizers.Precompiled(model.charsmap))
@@ -116,9 +130,7 @@ def _add_normalization(backend: Tokenizer, model: PieceModel) -> None:
     if model.adds_prefix and model.prefixes_all:
         steps.append(normalizers.Prepend(" "))
     steps.append(normalizers.Replace(" ", _SPACE))
-    backend.normalizer = normalizers.Sequence(steps)
-    if model.adds_prefix and not model.prefixes_all:
-        backend.pre_tokenizer = pre_tokenizers.Metaspace(replacement=_SPACE, prepend_scheme="first", split=False)
+    return normalizers.Sequence(steps)
 
 
 def _merges(model: PieceModel) -> list[tuple[str, str]]:

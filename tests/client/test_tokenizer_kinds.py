@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import random
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +20,7 @@ from transformers import AutoTokenizer
 
 from engine.client.detokenizer import Detokenizer
 from engine.client.tokenizer import Tokenizer, load_tokenizer
-from engine.errors import CheckpointError, UnsupportedModel
+from engine.errors import CheckpointError, ModelError, UnsupportedModel
 from engine.models.gguf import GgufFile
 from engine.models.gguf_tokenizer import read_tokenizer
 from engine.models.sentence_pieces import read_model_file
@@ -237,6 +239,21 @@ def test_tokenizer_model_that_is_none_or_is_cut_short_is_named(tmp_path: Path) -
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=r"tokenizer\.model is not a SentencePiece model"):
             load_tokenizer(tmp_path)
+
+
+@pytest.mark.slow
+def test_random_damage_is_a_model_error_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("llama", "t5"):
+        train_pieces(tmp_path, name)
+        path = tmp_path / "tokenizer.model"
+        whole, draw = path.read_bytes(), random.Random(6)
+        for index in range(60):
+            data = bytearray(whole)
+            for _ in range(draw.choice((1, 3, 20))):
+                data[draw.randrange(len(data) - 900 if index % 2 else 0, len(data))] = draw.randrange(256)
+            path.write_bytes(data)
+            with contextlib.suppress(ModelError):
+                load_tokenizer(tmp_path).encode("the <s> quick 12")
 
 
 def test_other_kinds_of_sentencepiece_models_are_refused(tmp_path: Path) -> None:
