@@ -18,13 +18,11 @@ import trio
 
 from engine import __version__
 from engine.client.async_llm import AsyncLLM
-from engine.client.tokenizer import load_tokenizer
 from engine.config import EngineConfig, ServeConfig
 from engine.errors import ConfigError, EngineDeadError, ModelError, RequestError, root_cause
 from engine.flags import SHARED, parse, sampling_from, settings_from
-from engine.models import NULL_MODEL
-from engine.models.listing import ModelListing, context_of, list_models, weights_of
-from engine.models.store import pull, resolve
+from engine.models.listing import ModelListing, list_models
+from engine.models.store import pull
 from engine.parser import make_parser
 from engine.program import EXIT_DEAD, EXIT_INTERRUPTED, EXIT_OK, EXIT_PIPE, EXIT_USAGE, then, with_engine
 from engine.progress import show_progress
@@ -145,31 +143,14 @@ def _models(options: argparse.Namespace) -> int:
             with show_progress() as progress:
                 print(pull(options.name, progress))
         case "check":
-            _check_model(options.name)
+            from engine.models.check import check
+
+            with show_progress() as progress:
+                said = check(options.name, progress)
+            print(said)
         case _:
             _print_models(list_models())
     return EXIT_OK
-
-
-def _check_model(name: str) -> None:
-    """Say what would run a model, without loading its weights; raises what is wrong with it."""
-    if name == NULL_MODEL:
-        print(f"{name}: the integer model runs it; it has no weights")
-        return
-    from engine.models import registry, weights
-
-    with show_progress() as progress:
-        folder = resolve(name, progress)
-    config = weights.read_config(folder)
-    implementation = registry.choose(config)
-    files = weights.weight_files(folder)
-    size_bytes = sum(file.stat().st_size for file in files)
-    tokenizer = load_tokenizer(folder)
-    print(
-        f"{name}: {config['architectures'][0]}, {implementation} runs it; context {context_of(config)} tokens, weights "
-        f"{weights_of(config)}, {size_bytes / 1e6:.0f} MB in {len(files)} file{'s' * (len(files) > 1)}, vocabulary "
-        f"{tokenizer.vocab_size}, {'a' if tokenizer.has_chat_template else 'no'} chat template"
-    )
 
 
 def _print_models(models: list[ModelListing]) -> None:

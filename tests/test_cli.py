@@ -301,8 +301,12 @@ def test_check_says_what_would_run_a_model_without_loading_it(tmp_path: Path) ->
 @pytest.mark.slow
 def test_check_of_the_default_model_names_the_own_decoder(smollm2_folder: Path) -> None:
     shown = run("models", "check", str(smollm2_folder)).stdout
-    assert "LlamaForCausalLM, the own decoder runs it; context 8192 tokens, weights bfloat16 from Q4_1" in shown
+    assert (
+        "LlamaForCausalLM, the own decoder runs it; context 8192 tokens, bfloat16 from Q4_1, 269 MB in 1 file" in shown
+    )
     assert "vocabulary 49152, a chat template" in shown
+    shown = run("models", "check", str(smollm2_folder / "model.gguf")).stdout
+    assert "model.gguf: LlamaForCausalLM, the own decoder runs it; context 8192 tokens, bfloat16 from Q4_1" in shown
 
 
 def test_code_of_a_model_is_refused_with_the_reason() -> None:

@@ -38,6 +38,22 @@ def convert(source: Path, folder: Path, progress: Progress) -> None:
         CheckpointError: The file is truncated, corrupt or misshapen.
         UnsupportedModel: Its architecture, quantization or tokenizer is not one we convert.
     """
+    gguf, config, plans, tokenizer = _read(source, progress)
+    _write_text_files(folder, config, tokenizer)
+    with (folder / "model.safetensors").open("xb") as file:
+        _write_safetensors(file, gguf, plans, config["dtype"], progress)
+
+
+def inspect(source: Path, progress: Progress) -> tuple[dict[str, Any], GgufTokenizer]:
+    """Return the content of the config.json and the tokenizer that `convert` would write, without reading weights.
+
+    Raises what `convert` raises, but for a quantization that cannot be undone.
+    """
+    _, config, _, tokenizer = _read(source, progress)
+    return config, tokenizer
+
+
+def _read(source: Path, progress: Progress) -> tuple[GgufFile, dict[str, Any], list[TensorPlan], GgufTokenizer]:
     gguf = GgufFile(source, lambda: progress("convert", 0, 0))
     config = read_config(gguf)
     plans = plan_tensors(gguf, config)
@@ -46,9 +62,7 @@ def convert(source: Path, folder: Path, progress: Progress) -> None:
         raise CheckpointError(
             f"{source}: the tokenizer has {len(tokenizer.tokens)} tokens, the embedding {config['vocab_size']} rows"
         )
-    _write_text_files(folder, config, tokenizer)
-    with (folder / "model.safetensors").open("xb") as file:
-        _write_safetensors(file, gguf, plans, config["dtype"], progress)
+    return gguf, config, plans, tokenizer
 
 
 def to_bfloat16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:

@@ -28,7 +28,8 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _YES = frozenset({"1", "ON", "YES", "TRUE"})
 _STDERR = 2
 
-_WANTED = ("*.safetensors", "*.json", "*.jinja", "tokenizer.model")
+_WEIGHTS = ("*.safetensors",)
+_TEXTS = ("*.json", "*.jinja", "tokenizer.model")
 _UNWANTED = ("*/*.safetensors", "*/*.json", "consolidated*")
 
 _DOWNLOAD = """
@@ -95,27 +96,28 @@ def parse_id(model: str, revision: str | None = None) -> HubModel | None:
     return HubModel(found["repository"], chosen)
 
 
-def find(model: HubModel, wait: Wait) -> Path:
+def find(model: HubModel, wait: Wait, *, with_weights: bool = True) -> Path:
     """Return the folder of `model` in the hub's cache, downloading what is missing; what `wait` raises gives up.
 
-    What lies whole in the cache is taken without asking the hub whether its branch has moved.
+    What lies whole in the cache is taken without asking the hub whether its branch has moved. Without weights, all
+    else is enough.
 
     Raises:
         ConfigError: It is not in the cache and cannot be downloaded; says why and what to do.
         CheckpointError: The hub has it, but not with files that are read here.
     """
     folder = _snapshot(model)
-    if folder is not None and not _missing(folder):
+    if folder is not None and not _missing(folder, with_weights):
         return folder
     if _is_offline():
-        lacks = "is not" if folder is None else f"is not whole ({', '.join(_missing(folder))})"
+        lacks = "is not" if folder is None else f"is not whole ({', '.join(_missing(folder, with_weights))})"
         raise ConfigError(
             f"model {str(model)!r} {lacks} in the hub's cache {cache_folder()}, and HF_HUB_OFFLINE is set: unset it to "
             f"download the model, or pass a model folder or a .gguf file"
         )
-    _download(model, wait)
+    _download(model, _WEIGHTS + _TEXTS if with_weights else _TEXTS, wait)
     folder = _snapshot(model)
-    missing = ["its snapshot"] if folder is None else _missing(folder)
+    missing = ["its snapshot"] if folder is None else _missing(folder, with_weights)
     if folder is None or missing:
         raise CheckpointError(f"model {str(model)!r} of the hub has no {', '.join(missing)}: it cannot be read here")
     return folder
@@ -158,21 +160,24 @@ def _snapshot(model: HubModel) -> Path | None:
     return folder if _COMMIT.fullmatch(commit) and folder.is_dir() else None
 
 
-def _missing(folder: Path) -> list[str]:
+def _missing(folder: Path, with_weights: bool = True) -> list[str]:
     """Name what a model folder lacks to be served."""
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
+    missing += _missing_weights(folder) if with_weights else []
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        missing.append("tokenizer.json or tokenizer.model")
+    return missing
+
+
+def _missing_weights(folder: Path) -> list[str]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
             files: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            missing += sorted({str(name) for name in files.values() if not (folder / str(name)).is_file()})
+            return sorted({str(name) for name in files.values() if not (folder / str(name)).is_file()})
         except (OSError, ValueError, LookupError, TypeError, AttributeError):
-            missing.append("readable model.safetensors.index.json")
-    elif not any(folder.glob("*.safetensors")):
-        missing.append("*.safetensors file")
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
-        missing.append("tokenizer.json or tokenizer.model")
-    return missing
+            return ["readable model.safetensors.index.json"]
+    return [] if any(folder.glob("*.safetensors")) else ["*.safetensors file"]
 
 
 def _is_offline() -> bool:
@@ -180,7 +185,7 @@ def _is_offline() -> bool:
     return any(os.environ.get(name, "").upper() in _YES for name in names)
 
 
-def _download(model: HubModel, wait: Wait) -> None:
+def _download(model: HubModel, wanted: tuple[str, ...], wait: Wait) -> None:
     """Let huggingface_hub download: its own progress bars on a terminal, one log line elsewhere."""
     on_terminal = os.isatty(_STDERR)
     if not on_terminal:
@@ -189,7 +194,7 @@ def _download(model: HubModel, wait: Wait) -> None:
         "repo_id": model.repository,
         "revision": model.revision,
         "cache_dir": str(cache_folder()),
-        "allow_patterns": _WANTED,
+        "allow_patterns": wanted,
         "ignore_patterns": _UNWANTED,
     }
     silence = {} if on_terminal else {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}

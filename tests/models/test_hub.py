@@ -240,6 +240,16 @@ def test_model_is_downloaded_once_and_only_what_is_read(
 
 
 @pytest.mark.slow
+def test_without_weights_all_else_is_downloaded_and_the_model_is_listed_as_cached_in_part(served: Hub) -> None:
+    folder = hub.find(HubModel("org/tiny", "main"), wait_in_read, with_weights=False)
+    assert {path.name for path in folder.iterdir()} == FILES.keys() - {"model.safetensors"}
+    (listed,) = [listing for listing in list_models() if listing.name == "org/tiny"]
+    assert not listed.is_whole
+    assert resolve("org/tiny") == folder
+    assert (folder / "model.safetensors").exists()
+
+
+@pytest.mark.slow
 def test_refusals_of_the_hub_say_what_to_do(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"'org/other' is no folder here, .*: no model has this id, or it is private"):
         resolve("org/other")
