@@ -7,58 +7,19 @@ would be computed otherwise than it was trained.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 from gguf import LlamaFileType
 
 from engine.errors import CheckpointError, UnsupportedModel
 from engine.models.gguf import GgufFile
+from engine.models.gguf_metadata import Metadata
+from engine.models.gguf_rope import read_rope
 
 Config = dict[str, Any]
-_Value = TypeVar("_Value", str, int, float, bool)
-
-_WITHOUT_EFFECT = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.causal", "pooling_type")
-"""Keys that say nothing new about a decoder."""
-
 _SOFTMAX_GATING = 1
-_LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_ORIGINAL = 1.0, 4.0, 8192
-ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-"""Tensors that are numbers of the configuration."""
-
-
-class _Metadata:
-    """What the file says below its architecture's name."""
-
-    def __init__(self, gguf: GgufFile, architecture: str) -> None:
-        self.gguf = gguf
-        self._prefix = f"{architecture}."
-
-    def value(self, key: str, kind: type[_Value], default: _Value | None = None) -> _Value:
-        return self.gguf.value(self._prefix + key, kind, default)
-
-    def number(self, key: str, default: float | None = None) -> float:
-        """A float32 of the file as the shortest decimal that gives it: 1e-05, not 9.99999975e-06."""
-        return _shortest(self.value(key, float, default))
-
-    def has(self, key: str) -> bool:
-        return self.gguf.has(self._prefix + key)
-
-    def has_tensor(self, name: str) -> bool:
-        return name in self.gguf.tensors
-
-    def refuse(self, what: str) -> UnsupportedModel:
-        return UnsupportedModel(f"{self.gguf.path}: {what} is not converted")
-
-    def refuse_unread(self) -> None:
-        without_effect = {self._prefix + key for key in _WITHOUT_EFFECT}
-        unread = [key for key in self.gguf.unasked(self._prefix) if key not in without_effect]
-        if unread:
-            raise self.refuse(f"what the metadata {', '.join(unread[:5])} asks for")
 
 
 def read_config(gguf: GgufFile) -> Config:
@@ -76,7 +37,7 @@ def read_config(gguf: GgufFile) -> Config:
         raise UnsupportedModel(
             f"{gguf.path} is one of several parts: join them with llama.cpp's llama-gguf-split --merge"
         )
-    metadata = _Metadata(gguf, architecture)
+    metadata = Metadata(gguf, architecture)
     try:
         config = _READERS[architecture](metadata)
     except (ArithmeticError, ValueError) as error:
@@ -103,7 +64,7 @@ def _file_type(gguf: GgufFile, most: str) -> str:
 # -- what all share --------------------------------------------------------------------------------------------------
 
 
-def _base(metadata: _Metadata, architecture: str, model_type: str, **more: Any) -> Config:
+def _base(metadata: Metadata, architecture: str, model_type: str, **more: Any) -> Config:
     hidden_size = metadata.value("embedding_length", int)
     num_heads = metadata.value("attention.head_count", int)
     if num_heads < 1 or hidden_size < 1:
@@ -112,7 +73,7 @@ def _base(metadata: _Metadata, architecture: str, model_type: str, **more: Any) 
         )
     head_dim = metadata.value("attention.key_length", int, hidden_size // num_heads)
     if metadata.value("attention.value_length", int, head_dim) != head_dim:
-        raise metadata.refuse("a width of value heads other than that of key heads")
+        raise metadata.refusal("a width of value heads other than that of key heads")
     if not metadata.has_tensor("token_embd.weight"):
         raise CheckpointError(f"{metadata.gguf.path}: tensor token_embd.weight is missing")
     return {
@@ -127,7 +88,7 @@ def _base(metadata: _Metadata, architecture: str, model_type: str, **more: Any) 
         "hidden_act": "silu",
         "max_position_embeddings": metadata.value("context_length", int),
         "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
-        **_rope(metadata, head_dim, may_be_partial=model_type == "phi3"),
+        **read_rope(metadata, head_dim, may_be_partial=model_type == "phi3"),
         "tie_word_embeddings": not metadata.has_tensor("output.weight"),
         "vocab_size": metadata.gguf.shape("token_embd.weight")[0],
         "pad_token_id": None,
@@ -135,103 +96,17 @@ def _base(metadata: _Metadata, architecture: str, model_type: str, **more: Any) 
     }
 
 
-def _biases(metadata: _Metadata) -> Config:
+def _biases(metadata: Metadata) -> Config:
     return {
         "attention_bias": metadata.has_tensor("blk.0.attn_q.bias"),
         "mlp_bias": metadata.has_tensor("blk.0.ffn_up.bias"),
     }
 
 
-def _rope(metadata: _Metadata, head_dim: int, may_be_partial: bool) -> Config:
-    theta = metadata.number("rope.freq_base", 10000.0)
-    config: Config = {"rope_theta": theta}
-    num_rotated = metadata.value("rope.dimension_count", int, head_dim)
-    is_partial = num_rotated != head_dim
-    if num_rotated % 2 or num_rotated > head_dim or (is_partial and not may_be_partial):
-        raise metadata.refuse(f"a rotation of {num_rotated} of {head_dim} dimensions (rope.dimension_count)")
-    if is_partial:
-        config["partial_rotary_factor"] = num_rotated / head_dim
-    scaling = _rope_scaling(metadata, theta, num_rotated)
-    return config if scaling is None else config | {"rope_scaling": scaling}
-
-
-def _rope_scaling(metadata: _Metadata, theta: float, num_rotated: int) -> Config | None:
-    factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear", 1.0))
-    kind = metadata.value("rope.scaling.type", str, "linear" if factor != 1.0 else "none")
-    if metadata.has_tensor("rope_factors_long.weight") and kind in {"none", "longrope"}:
-        return _longrope(metadata)
-    if metadata.has_tensor("rope_freqs.weight"):
-        if kind != "none":
-            raise metadata.refuse(f"rope_freqs.weight beside rope.scaling.type {kind}")
-        return _llama3(metadata, theta, num_rotated)
-    match kind:
-        case "none":
-            return None
-        case "linear":
-            return {"rope_type": "linear", "factor": factor}
-        case "yarn":
-            original = metadata.value(
-                "rope.scaling.original_context_length", int, metadata.value("context_length", int)
-            )
-            betas = {
-                name: metadata.number(f"rope.scaling.yarn_{name}")
-                for name in ("beta_fast", "beta_slow")
-                if metadata.has(f"rope.scaling.yarn_{name}")
-            }
-            return {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original, **betas}
-    raise metadata.refuse(f"rope.scaling.type {kind}")
-
-
-def _longrope(metadata: _Metadata) -> Config:
-    original = metadata.value("rope.scaling.original_context_length", int)
-    scale = metadata.value("context_length", int) / original
-    implied = math.sqrt(1 + math.log(scale) / math.log(original)) if scale > 1 else 1.0
-    asked = metadata.number("rope.scaling.attn_factor", implied)
-    factors = {
-        f"{name}_factor": [_shortest(value) for value in metadata.gguf.vector(f"rope_factors_{name}.weight")]
-        for name in ("short", "long")
-    }
-    scaling: Config = {"rope_type": "longrope", **factors, "original_max_position_embeddings": original}
-    return scaling if math.isclose(asked, implied, rel_tol=1e-5) else scaling | {"attention_factor": asked}
-
-
-def _llama3(metadata: _Metadata, theta: float, num_rotated: int) -> Config:
-    """Find the numbers of a llama3 scaling whose result the file holds.
-
-    Of the four, all published models share two, and the third is a power of two.
-    """
-    stored = metadata.gguf.vector("rope_freqs.weight")
-    if stored.shape != (num_rotated // 2,):
-        raise CheckpointError(f"{metadata.gguf.path}: rope_freqs.weight must hold {num_rotated // 2} numbers")
-    factor = _shortest(float(stored.max()))
-    for original in (_LLAMA3_ORIGINAL, *(2**exponent for exponent in range(5, 21))):
-        if np.allclose(stored, _llama3_divisors(theta, num_rotated, factor, original), rtol=1e-4, atol=0):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": _LLAMA3_LOW,
-                "high_freq_factor": _LLAMA3_HIGH,
-                "original_max_position_embeddings": original,
-            }
-    raise metadata.refuse("a rotary scaling (rope_freqs.weight) that is none of Llama 3's")
-
-
-def _llama3_divisors(theta: float, num_rotated: int, factor: float, original: int) -> npt.NDArray[np.float64]:
-    with np.errstate(all="ignore"):
-        wavelengths = 2 * np.pi * theta ** (np.arange(0, num_rotated, 2) / num_rotated)
-        share = np.clip((original / wavelengths - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW), 0, 1)
-        divisors: npt.NDArray[np.float64] = 1 / ((1 - share) / factor + share)
-    return divisors
-
-
-def _shortest(number: float) -> float:
-    return float(str(np.float32(number)))
-
-
 # -- architectures ---------------------------------------------------------------------------------------------------
 
 
-def _llama(metadata: _Metadata) -> Config:
+def _llama(metadata: Metadata) -> Config:
     """Llama, and what llama.cpp stores under its name: Mistral, and experts as in Mixtral."""
     num_experts, num_used = (metadata.value(f"expert_{name}", int, 0) for name in ("count", "used_count"))
     window = metadata.value("attention.sliding_window", int, 0)
@@ -243,18 +118,18 @@ def _llama(metadata: _Metadata) -> Config:
     return _base(metadata, "LlamaForCausalLM", "llama", **_biases(metadata))
 
 
-def _qwen2(metadata: _Metadata) -> Config:
+def _qwen2(metadata: Metadata) -> Config:
     return _base(metadata, "Qwen2ForCausalLM", "qwen2", use_sliding_window=False)
 
 
-def _qwen3(metadata: _Metadata) -> Config:
+def _qwen3(metadata: Metadata) -> Config:
     return _base(metadata, "Qwen3ForCausalLM", "qwen3", attention_bias=False, use_sliding_window=False)
 
 
-def _qwen3_moe(metadata: _Metadata) -> Config:
+def _qwen3_moe(metadata: Metadata) -> Config:
     gating = metadata.value("expert_gating_func", int, _SOFTMAX_GATING)
     if gating != _SOFTMAX_GATING or not metadata.value("expert_weights_norm", bool, True):
-        raise metadata.refuse("a choice of experts other than by a normalised softmax")
+        raise metadata.refusal("a choice of experts other than by a normalised softmax")
     return _base(
         metadata,
         "Qwen3MoeForCausalLM",
@@ -270,11 +145,11 @@ def _qwen3_moe(metadata: _Metadata) -> Config:
     )
 
 
-def _gemma(metadata: _Metadata) -> Config:
+def _gemma(metadata: Metadata) -> Config:
     return _base(metadata, "GemmaForCausalLM", "gemma", **_gelu(), attention_bias=False)
 
 
-def _gemma2(metadata: _Metadata) -> Config:
+def _gemma2(metadata: Metadata) -> Config:
     config = _base(metadata, "Gemma2ForCausalLM", "gemma2", **_gelu(), attention_bias=False)
     return config | {
         "attn_logit_softcapping": metadata.number("attn_logit_softcapping", 50.0),
@@ -285,7 +160,7 @@ def _gemma2(metadata: _Metadata) -> Config:
     }
 
 
-def _gemma3(metadata: _Metadata) -> Config:
+def _gemma3(metadata: Metadata) -> Config:
     config = _base(metadata, "Gemma3ForCausalLM", "gemma3_text", **_gelu(), attention_bias=False)
     cap = metadata.number("final_logit_softcapping", 0.0)
     return config | {
@@ -313,27 +188,27 @@ def _gemma_scale(config: Config, num_layers_of_27b: int) -> int:
     return int(config["head_dim"])
 
 
-def _phi3(metadata: _Metadata) -> Config:
+def _phi3(metadata: Metadata) -> Config:
     config = _base(metadata, "Phi3ForCausalLM", "phi3")
     original = metadata.value("rope.scaling.original_context_length", int, config["max_position_embeddings"])
     window = metadata.value("attention.sliding_window", int, 0)
     return config | {"original_max_position_embeddings": original, "sliding_window": window or None}
 
 
-def _olmo2(metadata: _Metadata) -> Config:
+def _olmo2(metadata: Metadata) -> Config:
     return _base(metadata, "Olmo2ForCausalLM", "olmo2", attention_bias=False)
 
 
-def _smollm3(metadata: _Metadata) -> Config:
+def _smollm3(metadata: Metadata) -> Config:
     biases = _biases(metadata)
     return _base(
         metadata, "SmolLM3ForCausalLM", "smollm3", no_rope_layer_interval=4, use_sliding_window=False, **biases
     )
 
 
-def _granite(metadata: _Metadata) -> Config:
+def _granite(metadata: Metadata) -> Config:
     if not metadata.value("rope.scaling.finetuned", bool, True):
-        raise metadata.refuse("a Granite without rotary embedding (rope.scaling.finetuned)")
+        raise metadata.refusal("a Granite without rotary embedding (rope.scaling.finetuned)")
     config = _base(metadata, "GraniteForCausalLM", "granite", **_biases(metadata))
     return config | {
         "attention_multiplier": metadata.number("attention.scale", config["head_dim"] ** -0.5),
@@ -343,7 +218,7 @@ def _granite(metadata: _Metadata) -> Config:
     }
 
 
-_READERS: dict[str, Callable[[_Metadata], Config]] = {
+_READERS: dict[str, Callable[[Metadata], Config]] = {
     "llama": _llama,
     "qwen2": _qwen2,
     "qwen3": _qwen3,

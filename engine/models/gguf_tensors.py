@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import CheckpointError
+from engine.models import gguf_rope
 from engine.models.gguf import GgufFile
-from engine.models.gguf_config import ROPE_TENSORS
 
 _MAX_NAMED = 5
 
@@ -152,7 +152,7 @@ def plan_tensors(gguf: GgufFile, config: dict[str, Any]) -> list[TensorPlan]:
         )
     stored = list(_stored(config))
     planned = {plan.source for plan in stored}
-    found = gguf.tensors.keys() - set(ROPE_TENSORS)
+    found = gguf.tensors.keys() - set(gguf_rope.TENSORS)
     misshapen = [
         f"{plan.source} has shape {list(gguf.shape(plan.source))} where the metadata needs {list(plan.shape)}"
         for plan in stored
