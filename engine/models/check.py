@@ -32,15 +32,12 @@ def check(model: str, progress: Progress) -> str:
     if on_hub is not None:
         progress("fetch", 0, 0)
         folder = hub.find(on_hub, wait_in_read, with_weights=False)
-        weights = "weights on the hub"
     else:
         folder = resolve(model, progress)
-        files = weight_files(folder)
-        size_bytes = sum(file.stat().st_size for file in files)
-        weights = f"{size_bytes / 1e6:.0f} MB in {len(files)} file{'s' * (len(files) > 1)}"
     config = read_config(folder)
     said = _verdict(model, config)
     tokenizer = load_tokenizer(folder)
+    weights = _weights(folder) if any(folder.glob("*.safetensors")) else "weights not downloaded"
     return f"{said}, {weights}, {_text(tokenizer.vocab_size, tokenizer.has_chat_template)}"
 
 
@@ -57,6 +54,12 @@ def _verdict(model: str, config: dict[str, Any]) -> str:
         raise CheckpointError(f"{model}: config.json names no longest context (max_position_embeddings)")
     architecture = config["architectures"][0]
     return f"{model}: {architecture}, {implementation} runs it; context {context} tokens, {weights_of(config)}"
+
+
+def _weights(folder: Path) -> str:
+    files = weight_files(folder)
+    size_bytes = sum(file.stat().st_size for file in files)
+    return f"{size_bytes / 1e6:.0f} MB in {len(files)} file{'s' * (len(files) > 1)}"
 
 
 def _text(vocab_size: int, has_chat_template: bool) -> str:
