@@ -112,7 +112,7 @@ class EngineCore:
         if refusal is not None:
             self._finish(taken, RequestStatus.FINISHED_ERROR, cause=refusal)
             return
-        if request.extras:
+        if request.extras and request.extras["session"]:
             taken.session = deque()
         taken.events.append(EngineCoreEvent("queued", now))
         if self.config.queue_timeout is not None:
@@ -212,7 +212,7 @@ class EngineCore:
         self._step = plan.step
         for result in results:
             request, token_ids, status, _ = result
-            if status is not None or request.grammar is not None:
+            if status is not None or (token_ids and request.grammar is not None):
                 self._conclude(result)
             elif token_ids:
                 self._emit(request, token_ids)
@@ -385,6 +385,7 @@ class EngineCore:
         request.move_to(RequestStatus.WAITING_FOR_STREAMING_REQ)
         self._blocked[request.request_id] = request
         self._emit(request, new_token_ids, turn_reason=status.finish_reason)
+        request.stop_reason = None
         if request.session:
             self._begin_turn(request)
 

@@ -14,9 +14,10 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
         num_kv_blocks: Blocks that can be handed out.
         num_used_blocks: Blocks referenced by a request or by a plan in flight.
         num_preemptions: Preemptions since the start.
-        prefix_cache_queries: Prompt tokens looked up since the start, each request at its first admission.
+        prefix_cache_queries: Prompt tokens looked up since the start, each request at its first admission and each
+            turn of a session at its own.
         prefix_cache_hits: Of these, tokens found.
-        prefix_cache_requests: Requests looked up.
+        prefix_cache_requests: Requests looked up, each turn of a session anew.
         preempted_prefix_cache_queries: The same for requests that were admitted again after a preemption.
         preempted_prefix_cache_hits: Of these, tokens found.
         preempted_prefix_cache_requests: Admissions after a preemption.

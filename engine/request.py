@@ -308,7 +308,6 @@ class Request:
         for token_id in part.prompt_token_ids:
             self.tokens.append(token_id)
         self._take_params(part.sampling_params, max_model_len)
-        self.stop_reason = None
 
     def _take_params(self, params: SamplingParams, max_model_len: int) -> None:
         """Let the tokens so far be the prompt of what `params` ask for."""

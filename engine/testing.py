@@ -163,10 +163,12 @@ class CoreDriver:
             self.plans.append(launched)
             if not self.runs_late:
                 self._execute(launched)
-        elif self.core.has_work:
+            self.check()
+            return plan
+        if self.core.has_work:
             assert self.core.waits_for is not None, "there is work, no plan, and nothing that will change it"
-        self.check()
-        return plan
+            self.check()
+        return None
 
     def finish_step(
         self,

@@ -18,6 +18,7 @@ from engine.core import EngineCore
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.prefix_cache import PrefixCache
+from engine.outputs import ScheduledRequest
 from engine.request import Request, RequestStatus
 from engine.scheduler.scheduler import Scheduler
 from fuzz import kv_cache, scheduler
@@ -110,25 +111,26 @@ def _cached_when_it_leaves(release: Method, manager: KVCacheManager, request: Re
     release(manager, request, held_until)
 
 
-def _victim_with_a_row(preempt: Method, this: Scheduler, request: Request, now: float) -> None:
+def _victim_with_a_row(preempt: Method, this: Scheduler, request: Request, *rest: Any) -> None:
     step = this.in_flight.last_step + 1
-    preempt(this, next((other for other in this.running if other.last_step == step), request), now)
+    preempt(this, next((other for other in this.running if other.last_step == step), request), *rest)
 
 
-def _unknown_inputs_sample_nothing(
-    take_in: Method, this: Scheduler, planned: Any, token_ids: list[int], *rest: Any
+def _late_input_samples_nothing(
+    take_in: Method, this: Scheduler, request: Request, row: ScheduledRequest, token_ids: list[int], failed: Any
 ) -> Any:
-    return take_in(this, planned, [] if planned.row.num_late else token_ids, *rest)
+    return take_in(this, request, row, [] if row.num_late else token_ids, failed)
 
 
-def _preempted_gets_nothing(take_in: Method, this: Scheduler, planned: Any, token_ids: list[int], *rest: Any) -> Any:
-    is_running = planned.request.status is RequestStatus.RUNNING
-    return take_in(this, planned, token_ids if is_running else [], *rest)
+def _preempted_gets_nothing(
+    take_in: Method, this: Scheduler, request: Request, row: ScheduledRequest, token_ids: list[int], failed: Any
+) -> Any:
+    return take_in(this, request, row, token_ids if request.status is RequestStatus.RUNNING else [], failed)
 
 
-def _preempted_is_told_nothing(take_in: Method, this: Scheduler, planned: Any, *rest: Any) -> Any:
-    result = take_in(this, planned, *rest)
-    return result if planned.request.status is RequestStatus.RUNNING else result._replace(new_token_ids=[])
+def _preempted_is_told_nothing(take_in: Method, this: Scheduler, request: Request, *args: Any) -> Any:
+    _, token_ids, status, cause = take_in(this, request, *args)
+    return request, token_ids if request.status is RequestStatus.RUNNING else [], status, cause
 
 
 def _last_token_hit_too(match: Method, manager: KVCacheManager, request: Request) -> Any:
@@ -167,7 +169,7 @@ FAULTS: dict[str, Fault] = {
     "blocks are published before they are full": Fault(KVCacheManager, "publish", _published_in_advance),
     "a partial block is cached when its owner leaves": Fault(KVCacheManager, "release", _cached_when_it_leaves),
     "a victim has a row in the same plan": Fault(Scheduler, "preempt", _victim_with_a_row),
-    "a token in flight is dropped": Fault(Scheduler, "_take_in", _unknown_inputs_sample_nothing),
+    "a token in flight is dropped": Fault(Scheduler, "_take_in", _late_input_samples_nothing),
     "late tokens of the preempted are dropped": Fault(Scheduler, "_take_in", _preempted_gets_nothing),
     "late tokens of the preempted are not told": Fault(Scheduler, "_take_in", _preempted_is_told_nothing),
     "the last token is hit too": Fault(KVCacheManager, "match", _last_token_hit_too),

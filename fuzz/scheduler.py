@@ -14,6 +14,7 @@ with tiny pools and up to four plans in flight. The core's invariants are checke
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -44,16 +45,22 @@ class Settings(Drawn):
     enable_prefix_caching: bool = choose(True, True, True, True, False)
     long_prefill_token_threshold: int = choose(0, 0, 1, 3, 7)
     scheduling_policy: str = choose(*POLICIES)
+    windows: tuple[int | None, int | None] = choose(
+        *[(None, None)] * 5, (None, 3), (4, None), (2, 2), (3, 6), (None, 1)
+    )
     queue_timeout: float | None = choose(None, None, None, None, 9.0, 30.0)
     max_concurrent_plans: int = choose(1, 2, 3, 4)
     runs_late: bool = choose(False, True)
 
     def engine(self) -> dict[str, Any]:
         """Return the arguments of `CoreDriver.of`."""
-        max_model_len = max(2, min(self.max_model_len, self.num_gpu_blocks_override * self.block_size))
+        num_groups = len(set(self.windows))
+        num_blocks = max(self.num_gpu_blocks_override, 2 * num_groups)
+        max_model_len = max(2, min(self.max_model_len, num_blocks // num_groups * self.block_size))
         least_budget = self.max_num_seqs if self.enable_chunked_prefill else max(self.max_num_seqs, max_model_len)
         return {
             **self.__dict__,
+            "num_gpu_blocks_override": num_blocks,
             "max_model_len": max_model_len,
             "max_num_batched_tokens": max(least_budget, self.max_num_batched_tokens),
             "long_prefill_token_threshold": self.long_prefill_token_threshold * self.enable_chunked_prefill,
@@ -64,11 +71,11 @@ class Settings(Drawn):
 class Add(Operation):
     """Add a request: `length` prompt tokens, the first `fork` of them (0: all) shared by all of the same `prefix`."""
 
-    weight: ClassVar[int] = 14
+    weight: ClassVar[int] = 11
     prefix: int = choose(0, 1, 2)
     length: int = choose(*range(1, 41))
     fork: int = choose(0, 0, 0, 2, 5, 9)
-    max_tokens: int | None = choose(1, 2, 3, 5, 8, 13, None)
+    max_tokens: int | None = choose(1, 2, 3, 5, 8, 13, 21, None)
     min_tokens: int = choose(0, 0, 2, 6)
     stops: bool = choose(False, True)
     salt: int = choose(0, 0, 0, 1)
@@ -125,7 +132,7 @@ class Plan(Operation):
     """Make a plan, if one may be in flight; its step fails or not."""
 
     weight: ClassVar[int] = 40
-    fails: bool = choose(*[False] * 24, True)
+    fails: bool = choose(*[False] * 14, True)
 
     def event(self, simulation: Simulation) -> str | None:
         """Return that a plan is made, unless as many as may be are in flight."""
@@ -285,9 +292,7 @@ class Simulation:
             self._told += plan.finished_request_ids
             victims = plan.preempted_request_ids[self._num_untold :]
             if victims:
-                served = [row.request_id for row in plan.requests]
-                arrivals = {name: (self.driver.requests[name], self._arrivals[name]) for name in (*served, *victims)}
-                check_victims(self.settings.scheduling_policy, arrivals, victims, served)
+                self._check_victims(victims, [row.request_id for row in plan.requests])
             self._num_told += len(plan.preempted_request_ids)
             self._num_untold = 0
         else:
@@ -304,9 +309,10 @@ class Simulation:
         guilty = [rows[culprit % len(rows)].request_id] if culprit is not None and rows else []
         if launched.fails:
             self.driver.finish_step(blamed=guilty or None)
-            self.count_untold()
         else:
             self._commit(launched, guilty, num_more if len(self.driver.plans) == 1 else 0)
+        if launched.fails:  # now, if not before: a late step may find that what it needs has failed
+            self.count_untold()
         self.num_steps += 1
         self._check_publication()
 
@@ -342,6 +348,15 @@ class Simulation:
             for request in self.driver.live_requests
             if num_known.get(request.request_id) == request.num_tokens
         }
+
+    def _check_victims(self, victims: Sequence[RequestId], served: Sequence[RequestId]) -> None:
+        num_yields = {request.request_id: request.num_yields for request in self.driver.live_requests}
+        unmoved = {  # whoever has yielded before has another place
+            name: (self.driver.requests[name], self._arrivals[name])
+            for name in (*victims, *served)
+            if num_yields[name] == (name in victims)
+        }
+        check_victims(self.settings.scheduling_policy, unmoved, victims, served)
 
     def _check_publication(self) -> None:
         """Check that rewound requests can be hit as far as they are computed, unless somebody's row failed alone.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from fuzz.history import Drawn, History
+from fuzz.history import History
 
 Fails = Callable[[History], bool]
 
@@ -26,62 +26,59 @@ class _Shrinker:
     """The smallest failing history so far."""
 
     def __init__(self, history: History, fails: Fails, max_runs: int) -> None:
-        self.best = history
+        self._best = history
         self._fails = fails
         self._runs_left = max_runs
 
     def run(self) -> History:
         before = None
-        while before != self.best and self._runs_left:
-            before = self.best
+        while before != self._best and self._runs_left:
+            before = self._best
             self._drop_operations()
             self._lower_settings()
-            self._lower_operations()
-        return self.best
+            for index in range(len(self._best.operations)):
+                self._lower_operation(index)
+        return self._best
 
-    def _takes(self, settings: Drawn, operations: list) -> bool:
+    def _takes(self, candidate: History) -> bool:
         """Whether this smaller history fails too; if so it is the best from now on."""
-        candidate = History(settings, operations)
-        if not self._runs_left or not self._fails_after_counting(candidate):
+        if not self._runs_left:
             return False
-        self.best = candidate
+        self._runs_left -= 1
+        if not self._fails(candidate):
+            return False
+        self._best = candidate
         return True
 
-    def _fails_after_counting(self, candidate: History) -> bool:
-        self._runs_left -= 1
-        return self._fails(candidate)
-
     def _drop_operations(self) -> None:
-        size = max(1, len(self.best.operations) // 2)
+        size = max(1, len(self._best.operations) // 2)
         while size:
-            end = len(self.best.operations)
-            while end > 0:  # from the end: what comes after the failure goes at once
-                start = max(0, end - size)
-                kept = [*self.best.operations[:start], *self.best.operations[end:]]
-                self._takes(self.best.settings, kept)
-                end = start
+            for end in range(len(self._best.operations), 0, -size):  # from the end: what follows the failure goes first
+                operations = self._best.operations
+                kept = [*operations[: max(0, end - size)], *operations[end:]]
+                self._takes(self._best._replace(operations=kept))
             size //= 2
 
     def _lower_settings(self) -> None:
-        self._lower(lambda: self.best.settings, lambda lower: self._takes(lower, list(self.best.operations)))
-
-    def _lower_operations(self) -> None:
-        for index in range(len(self.best.operations)):
-
-            def take(lower: Drawn, index: int = index) -> bool:
-                operations = list(self.best.operations)
-                operations[index] = lower
-                return self._takes(self.best.settings, operations)
-
-            self._lower(lambda index=index: self.best.operations[index], take)
-
-    def _lower(self, current: Callable[[], Drawn], take: Callable[[Drawn], bool]) -> None:
-        """Lower each field of one piece of the history as far as it goes."""
-        for name, values in current().choices():
+        for name, values in self._best.settings.choices():
             while any(
-                take(replace(current(), **{name: lower})) for lower in _plainer(getattr(current(), name), values)
+                self._takes(self._best._replace(settings=replace(self._best.settings, **{name: value})))
+                for value in _plainer(getattr(self._best.settings, name), values)
             ):
                 pass
+
+    def _lower_operation(self, index: int) -> None:
+        for name, values in self._best.operations[index].choices():
+            while any(
+                self._takes(self._with_operation(index, name, value))
+                for value in _plainer(getattr(self._best.operations[index], name), values)
+            ):
+                pass
+
+    def _with_operation(self, index: int, name: str, value: object) -> History:
+        operations = list(self._best.operations)
+        operations[index] = replace(operations[index], **{name: value})
+        return self._best._replace(operations=operations)
 
 
 def _plainer(value: object, values: tuple[object, ...]) -> Iterator[object]:

@@ -21,9 +21,10 @@ def drawn(kind: type[AnyDrawn]) -> st.SearchStrategy[AnyDrawn]:
 
 def operations(target: Target) -> st.SearchStrategy[Operation]:
     """Draw any operation of `target`; those of great weight more often than others, yet not by as much."""
-    return st.one_of(*(drawn(kind) for kind in target.operations for _ in range(1 + kind.weight // 15)))
+    return st.one_of(*(drawn(kind) for kind in target.operations for _ in range(1 + kind.weight // 10)))
 
 
 def histories(target: Target, max_size: int = 60) -> st.SearchStrategy[list[Operation]]:
-    """Draw a whole history of `target`."""
-    return st.lists(operations(target), max_size=max_size)
+    """Draw a whole history of `target`; half of them are long, which lists that may be short hardly ever are."""
+    any_size = st.lists(operations(target), max_size=max_size)
+    return any_size | st.lists(operations(target), min_size=max_size // 2, max_size=max_size)

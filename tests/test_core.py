@@ -160,7 +160,7 @@ def test_what_has_left_is_in_no_queue_no_map_and_no_table(depth: int) -> None:
     for left in (
         *(core._requests, core._outputs, core._finished_ids, scheduler.running, scheduler._preempted_ids),
         *(scheduler.waiting._heap, scheduler.waiting._entries, scheduler.in_flight._plans),
-        *(kv_cache._tables, kv_cache._held, kv_cache.prefix_cache._published, driver.runner._results),
+        *(kv_cache._tables, kv_cache._held, kv_cache.prefix_cache._published, driver.runner._executed),
     ):
         assert not left
     assert kv_cache.pool.num_free_blocks == 16

@@ -19,11 +19,13 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.config import EngineConfig
+from engine.errors import Cause
 from engine.executor.base import Progress
 from engine.kv_cache.spec import KVCacheSpec, choose_num_kv_blocks, num_blocks_for, num_page_tensors
 from engine.model_runner.memory import available_memory_bytes
@@ -37,6 +39,7 @@ from engine.outputs import (
     TokenArray,
 )
 from engine.sampling_params import SamplingParams
+from engine.structured_output.grammar import Grammar, new_bitmasks
 
 VOCAB_SIZE = 256
 """A token is a byte."""
@@ -51,8 +54,17 @@ Windows = tuple[int | None, int | None]
 
 _GAMMA = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
+_ONE = np.uint64(1)
 _Numbers = npt.NDArray[np.uint64]
 _Slots = npt.NDArray[np.int64]
+
+
+class _Executed(NamedTuple):
+    """A plan whose forward has run, for each row the state that gives its token, and the result if it is sampled."""
+
+    plan: SchedulerOutput
+    states: list[int]
+    output: ModelRunnerOutput | None
 
 
 class NullModelRunner:
@@ -64,7 +76,7 @@ class NullModelRunner:
         self.windows = windows
         self._spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=1, item_size_bytes=4, windows=windows)
         self._max_concurrent_plans = max_concurrent_plans
-        self._results: deque[ModelRunnerOutput] = deque()
+        self._executed: deque[_Executed] = deque()
         self._sampled: dict[RequestId, dict[int, int]] = {}
 
     def start(self, progress: Progress) -> Capacity:
@@ -87,9 +99,15 @@ class NullModelRunner:
             num_tokens * self._spec.token_size_bytes,
             self._max_concurrent_plans,
         )
-        self._pages = np.zeros((num_page_tensors(groups), num_blocks * config.block_size), dtype=np.uint64)
-        self._groups = {layer: index for index, group in enumerate(groups) for layer in group.layers}
-        self._page_tensors = {layer: index for group in groups for index, layer in enumerate(group.layers)}
+        num_slots = num_blocks * config.block_size
+        tensors = [np.zeros(num_slots, dtype=np.uint64) for _ in range(num_page_tensors(groups))]
+        places = {
+            layer: (index, tensors[tensor])
+            for index, group in enumerate(groups)
+            for tensor, layer in enumerate(group.layers)
+        }
+        self._groups = [places[layer][0] for layer in sorted(places)]
+        self._pages = [places[layer][1] for layer in sorted(places)]
         progress("kv_pages", 1, 1)
         self._factors = _position_factors(max_model_len)
         self._offsets = np.arange(config.block_size)
@@ -108,26 +126,55 @@ class NullModelRunner:
         """Run one step: drop what ended, then layer by layer write all rows' K/V before any is read.
 
         Plans come in order. Without grammar rows sampling follows at once, so that a later plan's late tokens are
-        known when its turn comes.
+        known when its turn comes; no row is late whose request has a grammar.
         """
         if plan.requests and self._config.null_step_ms:
             time.sleep(self._config.null_step_ms / 1000)  # the simulated device, on the executor's own thread
         for request_id in plan.finished_request_ids:
             self._sampled.pop(request_id, None)
-        slots = [self._slots(row) for row in plan.requests]
-        for row, (slots_0, _) in zip(plan.requests, slots, strict=True):
-            self._write(0, row, slots_0, self._inputs(row).astype(np.uint64) + np.uint64(1))
-        for row, (slots_0, slots_1) in zip(plan.requests, slots, strict=True):
-            self._write(1, row, slots_1, self._attend(0, row.start, slots_0))
-        sampled = [
-            [self._sample(row, slots_1)] if row.samples else []
-            for row, (_, slots_1) in zip(plan.requests, slots, strict=True)
+        rows = [(row, self._slots(row)) for row in plan.requests]
+        for row, (slots_0, _) in rows:
+            self._pages[0][slots_0[row.start :]] = self._inputs(row).astype(np.uint64) + _ONE
+        for row, (slots_0, slots_1) in rows:
+            self._pages[1][slots_1[row.start :]] = self._attend(0, row.start, slots_0)
+        states = [
+            int(self._attend(1, len(slots_1) - 1, slots_1)[0]) if row.samples else 0 for row, (_, slots_1) in rows
         ]
-        self._results.append(ModelRunnerOutput(step=plan.step, sampled_token_ids=sampled))
+        output = None if plan.grammar_rows else self._draw(plan, states, {})
+        self._executed.append(_Executed(plan, states, output))
 
     def sample(self, grammar_masks: GrammarMasks | None = None) -> ModelRunnerOutput:
-        """Return the result of the oldest executed plan not yet sampled; no plan has grammar rows, so no masks."""
-        return self._results.popleft()
+        """Return the result of the oldest executed plan not yet sampled.
+
+        Args:
+            grammar_masks: For the plan's `grammar_rows`, in that order; a row whose mask allows nothing fails alone.
+        """
+        plan, states, output = self._executed.popleft()
+        if output is not None:
+            return output
+        masks = () if grammar_masks is None else grammar_masks
+        return self._draw(plan, states, dict(zip(plan.grammar_rows, map(allowed_tokens, masks), strict=True)))
+
+    def _draw(self, plan: SchedulerOutput, states: list[int], allowed: dict[int, list[int]]) -> ModelRunnerOutput:
+        """Draw each sampling row's token, one of those `allowed` where that says so, and remember it.
+
+        A later plan may need it late.
+        """
+        failed: dict[RequestId, Cause] = {}
+        token_ids: list[list[int]] = [[] for _ in plan.requests]
+        for index, (row, state) in enumerate(zip(plan.requests, states, strict=True)):
+            if not row.samples:
+                continue
+            if allowed.get(index) == []:
+                failed[row.request_id] = Cause("NothingAllowed", "the grammar's mask allows no token")
+                continue
+            token_id = _draw(state, row.sampling_params, allowed.get(index))
+            token_ids[index].append(token_id)
+            sampled = self._sampled.setdefault(row.request_id, {})
+            for position in [position for position in sampled if position < len(row.tokens)]:
+                del sampled[position]  # committed since, and so among the tokens of any later plan
+            sampled[row.start + row.num_tokens] = token_id
+        return ModelRunnerOutput(step=plan.step, sampled_token_ids=token_ids, failed=failed)
 
     def _default_max_model_len(self) -> int:
         """Return the context that the pages asked for can hold, for this model's own is boundless."""
@@ -142,57 +189,59 @@ class NullModelRunner:
     def _inputs(self, row: ScheduledRequest) -> TokenArray:
         """Return this step's token ids, `[num_tokens]`, the late ones as sampled by uncommitted steps."""
         end = row.start + row.num_tokens
-        sampled = self._sampled.get(row.request_id, {})
-        for position in [position for position in sampled if position < len(row.tokens)]:
-            del sampled[position]
+        known = row.tokens[row.start : end - row.num_late]
+        if not row.num_late:
+            return known
+        sampled = self._sampled[row.request_id]
         late = [sampled[position] for position in range(end - row.num_late, end)]
-        return np.concatenate([row.tokens[row.start : end - row.num_late], np.array(late, dtype=np.int32)])
+        return np.concatenate([known, np.array(late, dtype=np.int32)])
 
-    def _slots(self, row: ScheduledRequest) -> list[_Slots]:
+    def _slots(self, row: ScheduledRequest) -> tuple[_Slots, _Slots]:
         """Return for each layer where its block table puts the K/V of every position so far, `[end]` each."""
         end = row.start + row.num_tokens
         num_blocks = num_blocks_for(end, self._config.block_size)
         tables = [
-            (table[:num_blocks, None] * self._config.block_size + self._offsets).reshape(-1)[:end]
+            (table[:num_blocks, None] * self._config.block_size + self._offsets).ravel()[:end]
             for table in row.block_tables
         ]
-        return [tables[self._groups[layer]] for layer in range(len(self.windows))]
-
-    def _write(self, layer: int, row: ScheduledRequest, slots: _Slots, numbers: _Numbers) -> None:
-        """Put this step's K/V, `[num_tokens]`, into their slots."""
-        self._pages[self._page_tensors[layer], slots[row.start :]] = numbers
+        return tables[self._groups[0]], tables[self._groups[1]]
 
     def _attend(self, layer: int, start: int, slots: _Slots) -> _Numbers:
         """Read all K/V in `slots`; return the weighted sum over the window of each position from `start` on."""
         window = self.windows[layer]
-        sums = np.cumsum(self._pages[self._page_tensors[layer], slots] * self._factors[: len(slots)])
+        sums: _Numbers = (self._pages[layer][slots] * self._factors[: len(slots)]).cumsum()
+        if window is None or window >= len(slots):
+            return sums[start:]
         seen = sums[start:].copy()
-        if window is not None and window < len(slots):
-            first = max(start, window)  # what lies before the window, whatever it is, is in both sums
-            seen[first - start :] -= sums[first - window : len(slots) - window]
+        first = max(start, window)  # what lies before the window, whatever it is, is in both sums
+        seen[first - start :] -= sums[first - window : len(slots) - window]
         return seen
-
-    def _sample(self, row: ScheduledRequest, slots: _Slots) -> int:
-        """Draw the token at position `start + num_tokens`, and remember it, for a later plan may need it late."""
-        token_id = _draw(int(self._attend(1, len(slots) - 1, slots)[0]), row.sampling_params)
-        self._sampled.setdefault(row.request_id, {})[len(slots)] = token_id
-        return token_id
 
 
 def expected_tokens(
-    prompt_token_ids: Sequence[int], params: SamplingParams, num_tokens: int, windows: Windows = (None, None)
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    num_tokens: int,
+    windows: Windows = (None, None),
+    grammar: Grammar | None = None,
 ) -> list[int]:
     """Return the first `num_tokens` tokens the integer model gives `prompt_token_ids`, by definition, without pages.
 
     Ends (EOS, stop tokens) are not applied.
     """
-    return list(islice(continuation(prompt_token_ids, params, windows), num_tokens))
+    return list(islice(continuation(prompt_token_ids, params, windows, grammar), num_tokens))
 
 
 def continuation(
-    prompt_token_ids: Sequence[int], params: SamplingParams, windows: Windows = (None, None)
+    prompt_token_ids: Sequence[int],
+    params: SamplingParams,
+    windows: Windows = (None, None),
+    grammar: Grammar | None = None,
 ) -> Iterator[int]:
-    """Yield the tokens the integer model gives `prompt_token_ids`, without end; O(1) each, after O(prompt)."""
+    """Yield the tokens the integer model gives `prompt_token_ids`, until `grammar`, which is advanced, allows none.
+
+    O(1) each, after O(prompt).
+    """
     terms: tuple[list[int], list[int]] = ([], [])  # for each layer its numbers times their factors
     states = [0, 0]  # for each layer their sum over the window of the last position
 
@@ -208,16 +257,33 @@ def continuation(
     for token_id in prompt_token_ids:
         read(token_id)
     while True:
-        token_id = _draw(states[1], params)
+        allowed = None
+        if grammar is not None:
+            mask = new_bitmasks(1, VOCAB_SIZE)[0]
+            grammar.fill_bitmask(mask)
+            allowed = allowed_tokens(mask)
+        if allowed == []:
+            return
+        token_id = _draw(states[1], params, allowed)
         yield token_id
         read(token_id)
+        if grammar is not None:
+            grammar.accept_tokens([token_id])
 
 
-def _draw(state: int, params: SamplingParams) -> int:
-    """Return the token of a state that stands for the logits: a function of (logits, params, seed, position)."""
+def _draw(state: int, params: SamplingParams, allowed: Sequence[int] | None = None) -> int:
+    """Return the token of a state that stands for the logits: a function of (logits, params, seed, position, mask)."""
     if not params.is_greedy:
         state ^= _mix((params.seed or 0) & _MASK)
+    if allowed is not None:
+        return allowed[_mix(state) % len(allowed)]
     return FIRST_SAMPLED + _mix(state) % NUM_SAMPLED
+
+
+def allowed_tokens(mask: GrammarMasks) -> list[int]:
+    """Return the token ids that `mask`, packed bits `[ceil(vocab_size / 32)]`, allows."""
+    bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
+    return [int(token_id) for token_id in np.flatnonzero(bits)]
 
 
 def _mix(value: int) -> int:

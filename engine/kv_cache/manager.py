@@ -11,7 +11,7 @@ Who is admitted is promised the blocks for all its tokens, though it takes them 
 on them. Only who runs already may grow into them.
 
 So a block that a plan names is never handed out again before the plan's end, and a block that an uncommitted step
-published always has a reference. A request has one table a group; in a group with a window the blocks behind it are
+computes always has a reference. A request has one table a group; in a group with a window the blocks behind it are
 given back as soon as no uncommitted step can read them, and the table has null blocks in their place.
 """
 
@@ -209,17 +209,16 @@ class KVCacheManager:
         for index, group in self._windowed:
             self._skip(tables[index], num_skipped_blocks(group, request.num_processed_tokens, self.block_size))
         num_new = num_blocks_for(num_tokens - tables.num_slots, self.block_size)
-        if num_new * len(tables) > self.pool.num_free_blocks:
-            return False
-        for table in tables:
+        has_room = num_new * len(tables) <= self.pool.num_free_blocks
+        for table in tables if has_room else ():
             blocks = self.pool.take(num_new)
             self.prefix_cache.forget(blocks)
             table.extend(blocks)
         self._measure(tables)
-        return True
+        return has_room
 
     def _measure(self, tables: _Tables) -> None:
-        """Bring what is derived from `tables` up to date: they are new, or have grown."""
+        """Bring what is derived from `tables` up to date: they are new, have grown, or lost what a window passed."""
         tables.num_slots = len(tables[0].blocks) * self.block_size
         tables.views = tuple([table.array.view() for table in tables])
         num_left = 0
@@ -240,7 +239,8 @@ class KVCacheManager:
         if num_full <= tables[0].num_published or not self._enable_prefix_caching:
             return
         for group, table in enumerate(tables):
-            first, table.num_published = table.num_published, num_full
+            first = max(table.num_published, table.num_skipped)  # late tokens can be behind a short window when known
+            table.num_published = num_full
             self.prefix_cache.publish(request, first, table.blocks[first:num_full], step, group)
 
     def block_tables(self, request: Request) -> tuple[TokenArray, ...]:
@@ -267,7 +267,7 @@ class KVCacheManager:
 
     def retract(self) -> set[BlockId]:
         """Forget what uncommitted steps published, and return it; the caller rewinds who relies on it."""
-        return self.prefix_cache.retract()
+        return self.prefix_cache.retract(lambda block: self.pool.num_references(block) == 0)
 
     def rewind(self, request: Request) -> None:
         """Publish again, from the request's `num_computed_tokens` on, what `retract` took back."""

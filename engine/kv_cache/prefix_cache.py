@@ -8,14 +8,14 @@ Parent and tokens have a fixed size, every key bears its kind and its length, so
 hash the same bytes. Equal blocks computed twice are both kept; the first is hit, the others step in when it is
 evicted. Each KV cache group has its own entries: the hash followed by the group's index, but for the first group.
 
-A publication bears the step whose plan computes the block. Until that step is committed it can be retracted, and the
-block cannot be evicted, for the plan holds a reference to it.
+A publication bears the step whose plan computes the block, or a later one where its tokens were late. Until that step
+is committed it can be retracted, and the block cannot be evicted before it is computed, for a plan holds a reference.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from engine.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from engine.outputs import BlockId
@@ -86,12 +86,12 @@ class PrefixCache:
         """The blocks published by `step` are computed: they stay until evicted."""
         self._published.pop(step, None)
 
-    def retract(self) -> set[BlockId]:
-        """Forget all that uncommitted steps published and return those blocks, also the ones forgotten since.
+    def retract(self, is_free: Callable[[BlockId], bool]) -> set[BlockId]:
+        """Forget what uncommitted steps published and return those blocks, also the ones forgotten since.
 
-        They may have been hit before they were forgotten.
+        They may have been hit before they were forgotten. Free ones were given back because they had been computed.
         """
-        retracted = {block for blocks in self._published.values() for block in blocks}
+        retracted = {block for blocks in self._published.values() for block in blocks if not is_free(block)}
         self._published.clear()
         self.forget(retracted)
         return retracted

@@ -106,7 +106,7 @@ class Admission:
         for passed in self._passed:
             passed.num_overtaken += 1
         if self._config.enable_prefix_caching:
-            counts = self.first_counts if request.num_cached_tokens is None else self.resumed_counts
+            counts = self.resumed_counts if request.status is RequestStatus.PREEMPTED else self.first_counts
             counts.add(request.num_tokens, match.num_tokens)
 
     def close(self) -> None:

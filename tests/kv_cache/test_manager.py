@@ -1,21 +1,29 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
-from engine.kv_cache.manager import KVCacheManager
-from engine.outputs import RequestId
+from engine.kv_cache.manager import ALL_LAYERS, KVCacheManager
+from engine.kv_cache.spec import NULL_BLOCK
+from engine.outputs import KVCacheGroup, RequestId
 from engine.protocol import EngineCoreRequest
 from engine.request import Request
 from engine.sampling_params import SamplingParams
 
 
-def make_request(name: str, tokens: list[int]) -> Request:
-    request = EngineCoreRequest(RequestId(name), name, tokens, SamplingParams(max_tokens=500), arrival_time=0.0)
+def make_request(name: str, tokens: list[int], **params: object) -> Request:
+    sampling_params = SamplingParams(max_tokens=500, **params)
+    request = EngineCoreRequest(RequestId(name), name, tokens, sampling_params, arrival_time=0.0)
     return Request(request, 1, 1000)
 
 
-def make_manager(num_blocks: int = 11, block_size: int = 16, enable_prefix_caching: bool = True) -> KVCacheManager:
-    return KVCacheManager(num_blocks, block_size, enable_prefix_caching=enable_prefix_caching, hash_salt=b"")
+def make_manager(num_blocks: int = 11, block_size: int = 16, **settings: Any) -> KVCacheManager:
+    return KVCacheManager(num_blocks, block_size, **{"enable_prefix_caching": True, "hash_salt": b"", **settings})
+
+
+def window(size: int) -> KVCacheGroup:
+    return KVCacheGroup(layers=(0,), sliding_window=size)
 
 
 def admit(manager: KVCacheManager, request: Request, num_tokens: int) -> bool:
@@ -171,3 +179,159 @@ def test_the_invariants_notice_a_table_that_outlives_its_request() -> None:
     compute(manager, request)
     with pytest.raises(AssertionError, match="tables"):
         manager.check_invariants([])
+
+
+def test_a_request_that_reads_nothing_cached_lets_others_read_what_it_computes() -> None:
+    manager = make_manager(num_blocks=100)
+    first = make_request("first", [1] * 55, skip_reading_prefix_cache=True)
+    assert compute(manager, first) == 0
+    assert manager.match(make_request("other", [1] * 55)).num_tokens == 48
+    again = make_request("again", [1] * 55, skip_reading_prefix_cache=True)
+    assert compute(manager, again) == 0
+    assert set(table(manager, again)).isdisjoint(table(manager, first))
+    manager.check_invariants([first, again])
+
+
+@pytest.mark.parametrize("length", [15, 16, 17, 31, 32, 33])
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_prompt_sent_twice_always_leaves_a_token_to_compute(length: int, skips: bool) -> None:
+    manager = make_manager()
+    compute(manager, make_request("first", [1] * length))
+    again = make_request("again", [1] * length, skip_reading_prefix_cache=skips)
+    num_cached = compute(manager, again)
+    assert num_cached == (0 if skips else (length - 1) // 16 * 16)
+    assert num_cached < length
+
+
+def test_a_beginning_sent_again_is_found_before_new_blocks_are_taken_though_the_pool_is_nearly_all_cached() -> None:
+    manager = make_manager(num_blocks=6, block_size=4)
+    first = [1] * 8
+    for name, tokens in (("a", [*first, *[2] * 4]), ("b", [*first, *[3] * 8])):
+        request = make_request(name, tokens)
+        assert compute(manager, request) == (8 if name == "b" else 0)
+        manager.release(request, None)
+        manager.check_invariants([])
+    assert sum(map(manager.prefix_cache.holds, range(6))) == 5
+    again = make_request("a", [*first, *[2] * 4, 9])
+    assert compute(manager, again) == 12
+    assert len(set(table(manager, again))) == 4
+    manager.check_invariants([again])
+
+
+def test_a_window_is_admitted_by_what_it_can_hold_at_most_and_full_attention_by_the_whole_prompt() -> None:
+    prompt = [1] * (32 * 16)
+    groups = (*ALL_LAYERS, window(64))
+    for num_blocks, fits in ((64 + 13 + 1, True), (32 + 13 + 1, True), (32 + 13, False)):
+        manager = make_manager(num_blocks, groups=groups, max_in_flight=128)
+        request = make_request("a", prompt)
+        assert manager.has_room(request, manager.match(request)) is fits
+    manager = make_manager(32 + 13 + 1, groups=groups, max_in_flight=128)
+    request = make_request("a", prompt)
+    manager.admit(request, manager.match(request))
+    for end in range(128, 513, 128):
+        assert manager.grow(request, end)
+        request.num_computed_tokens = request.num_processed_tokens = end
+        manager.publish(request, end)
+        manager.settle(end)
+        manager.check_invariants([request])
+    assert manager.num_blocks(request) <= 32 + 13
+    assert not make_manager(num_blocks=6).has_room(make_request("a", prompt), make_manager().match(request))
+
+
+def test_all_that_is_not_hit_in_use_counts_as_needed() -> None:
+    manager = make_manager(num_blocks=31)
+    request = make_request("first", list(range(160)))
+    compute(manager, request)
+    again = make_request("again", [*range(160), *[9] * 160])
+    for is_used, num_needed in ((True, 10), (False, 20)):  # a free block that is hit leaves the free queue too
+        if not is_used:
+            manager.release(request, None)
+        assert not manager.has_room(again, manager.match(again), num_reserved=30)
+        assert again.shortage is not None
+        assert (again.shortage.num_blocks, again.shortage.num_new) == (num_needed, 160)
+
+
+def test_a_hit_block_that_is_free_is_never_handed_out_as_a_new_one_too() -> None:
+    manager = make_manager(num_blocks=3)
+    first = make_request("first", list(range(17)))
+    compute(manager, first)
+    manager.release(first, None)
+    again = make_request("again", list(range(17)))
+    assert compute(manager, again) == 16
+    assert sorted(table(manager, again)) == [1, 2]
+    manager.check_invariants([again])
+
+
+def test_what_a_window_leaves_behind_is_given_back_and_its_tail_stays_behind_all_scratch() -> None:
+    manager = make_manager(num_blocks=13, block_size=2, groups=(window(4),), max_in_flight=4)
+    request = make_request("a", list(range(11)))
+    manager.admit(request, manager.match(request))
+    num_skipped = []
+    for step, end in enumerate((2, 4, 6, 8, 10, 11), start=1):
+        assert manager.grow(request, end)
+        num_skipped.append(table(manager, request).count(NULL_BLOCK))
+        request.num_computed_tokens = request.num_processed_tokens = end
+        manager.publish(request, step)
+        manager.settle(step)
+        manager.check_invariants([request])
+    assert num_skipped == [0, 0, 0, 1, 2, 3]
+    manager.release(request, None)
+    cached = [manager.prefix_cache.holds(block) for block in manager.pool.free_blocks()]
+    assert cached == sorted(cached)
+    assert sum(cached) == 5
+    manager.check_invariants([])
+
+
+def test_a_block_that_a_short_window_left_behind_before_its_tokens_were_known_is_not_published() -> None:
+    manager = make_manager(block_size=1, groups=(window(2),), max_in_flight=4)
+    request = make_request("a", [1])
+    manager.admit(request, manager.match(request))
+    for step in range(1, 5):  # four plans in flight, three of them with a late token
+        assert manager.grow(request, step)
+        request.num_computed_tokens = step
+        manager.publish(request, step)
+    for step in range(1, 5):
+        request.append(step)
+        request.num_processed_tokens = step
+        manager.settle(step)
+    assert manager.grow(request, 5)
+    request.num_computed_tokens = 5
+    manager.publish(request, 5)
+    assert table(manager, request)[:3] == [NULL_BLOCK] * 3
+    assert not manager.prefix_cache.holds(NULL_BLOCK)
+    manager.check_invariants([request])
+
+
+def test_a_table_that_may_not_grow_still_shows_what_its_window_left_behind() -> None:
+    manager = make_manager(num_blocks=7, block_size=1, groups=(window(2),), max_in_flight=4)
+    request, other = make_request("a", [1] * 4), make_request("b", [2] * 2)
+    compute(manager, request)
+    compute(manager, other)
+    request.num_processed_tokens = 4
+    request.append(5)
+    before = table(manager, request)
+    assert not manager.grow(request, 12)
+    assert table(manager, request) == [NULL_BLOCK] * 3 + before[3:]
+    manager.check_invariants([request, other])
+    assert manager.grow(request, 5)
+    manager.check_invariants([request, other])
+
+
+def test_a_block_given_back_before_the_step_that_published_it_ended_stays_cached_if_that_step_fails() -> None:
+    manager = make_manager(block_size=1, groups=(window(2),), max_in_flight=3)
+    request = make_request("a", [1])
+    manager.admit(request, manager.match(request))
+    for step in range(1, 6):  # three plans in flight: the token of step 2 is known, and published, by step 4
+        if step > 3:
+            for ended in (1, 2) if step == 4 else (3,):
+                request.append(ended)
+                request.num_processed_tokens = ended
+                manager.settle(ended)
+        assert manager.grow(request, step)
+        request.num_computed_tokens = step
+        manager.publish(request, step)
+    assert table(manager, request)[:2] == [NULL_BLOCK] * 2
+    assert [manager.prefix_cache.holds(block) for block in (1, 2, 3)] == [True] * 3
+    assert manager.retract() == {3, 4}
+    assert [manager.prefix_cache.holds(block) for block in (1, 2, 3)] == [True, True, False]
+    manager.check_invariants([request])

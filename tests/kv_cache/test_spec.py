@@ -1,4 +1,4 @@
-"""How many blocks a budget gives, and what is said where it cannot be had."""
+"""How many blocks a budget gives, what is said where it cannot be had, and which layers share a table."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
-from engine.kv_cache.spec import KVCacheSpec, choose_num_kv_blocks
+from engine.kv_cache.spec import KVCacheSpec, choose_num_kv_blocks, max_blocks_for, num_page_tensors, num_skipped_blocks
+from engine.outputs import KVCacheGroup
 
 SPEC = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=16, item_size_bytes=2)
 BLOCK_BYTES = 16 * SPEC.token_size_bytes
@@ -71,3 +72,55 @@ def test_what_cannot_be_had_is_refused_with_advice_that_helps(settings: dict[str
     with pytest.raises(ConfigError) as refused:
         choose(**settings)
     assert str(refused.value).endswith(said)
+
+
+def windowed(*windows: int | None) -> KVCacheSpec:
+    return KVCacheSpec(num_layers=len(windows), num_kv_heads=1, head_dim=16, item_size_bytes=2, windows=windows)
+
+
+@pytest.mark.parametrize(
+    ("windows", "groups"),
+    [
+        ((None, None), [(None, (0, 1))]),
+        ((None, 8, 8, None, 8, 8), [(None, (0, 3)), (8, (1, 2)), (8, (4, 5))]),
+        ((8, 8, None), [(None, (2,)), (8, (0,)), (8, (1,))]),
+        ((4, 8, None), [(None, (2,)), (4, (0,)), (8, (1,))]),
+        ((100, None), [(None, (0, 1))]),  # a window as long as the context sees all
+        ((*[None] * 5, *[8] * 6), [(None, (0, 1, 2, 3, 4)), (8, (5, 6, 7, 8, 9, 10))]),  # less than a quarter is unused
+    ],
+)
+def test_layers_that_see_the_same_form_groups_of_about_equal_size(
+    windows: tuple[int | None, ...], groups: list[tuple[int | None, tuple[int, ...]]]
+) -> None:
+    made = windowed(*windows).groups(100)
+    assert [(group.sliding_window, group.layers) for group in made] == groups
+    assert num_page_tensors(made) == max(len(group.layers) for group in made)
+    assert windowed(*windows).block_size_bytes(made, 16) == num_page_tensors(made) * 2 * 16 * 2 * 16
+
+
+def test_layers_that_see_what_comes_after_say_so_in_every_group() -> None:
+    spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=16, item_size_bytes=2, is_causal=False)
+    assert [group.is_causal for group in spec.groups(100)] == [False]
+
+
+@pytest.mark.parametrize(("num_computed", "num_skipped"), [(0, 0), (4, 0), (5, 1), (6, 1), (7, 2), (11, 4)])
+def test_blocks_are_skipped_once_their_last_token_is_behind_the_window(num_computed: int, num_skipped: int) -> None:
+    assert num_skipped_blocks(KVCacheGroup(layers=(0,), sliding_window=4), num_computed, 2) == num_skipped
+    assert num_skipped_blocks(KVCacheGroup(layers=(0,)), num_computed, 2) == 0
+
+
+@pytest.mark.parametrize("window", [1, 2, 4, 7])
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+@pytest.mark.parametrize("max_in_flight", [1, 3, 8])
+def test_a_window_never_holds_more_blocks_than_are_counted_for_it(
+    window: int, block_size: int, max_in_flight: int
+) -> None:
+    group = KVCacheGroup(layers=(0,), sliding_window=window)
+    held = [
+        -(-end // block_size) - num_skipped_blocks(group, processed, block_size)
+        for processed in range(60)
+        for end in range(processed, processed + max_in_flight + 1)
+    ]
+    most = max_blocks_for([group], 1000, block_size, max_in_flight)
+    assert max(held) <= most <= max(held) + 1
+    assert max_blocks_for([group], 2, block_size, max_in_flight) <= -(-2 // block_size)

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from engine.outputs import SchedulerOutput
+from engine.request import RequestStatus
 from engine.testing import CoreDriver
 
 
@@ -39,6 +40,21 @@ def test_all_prompts_that_fit_the_budget_run_at_once_in_order_of_arrival() -> No
     assert rows(driver.step()) == {f"r{number}": 1 for number in range(10)}
     driver.abort("r3")
     assert counts(driver) == (9, 0)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+def test_each_end_leaves_one_request_less_whether_it_waits_or_runs(num_steps: int) -> None:
+    driver = make_driver()
+    for number in range(10):
+        driver.add(f"r{number}", prompt(10, 65 + number))
+        assert counts(driver) == (0, number + 1)
+    for _ in range(num_steps):
+        driver.step()
+    for number in range(10):
+        driver.abort(f"r{number}")
+        assert counts(driver) == ((9 - number, 0) if num_steps else (0, 9 - number))
+        assert f"r{number}" not in {request.request_id for request in driver.live_requests}
+    assert driver.step().finished_request_ids == tuple(f"r{number}" for number in range(10))
 
 
 @pytest.mark.parametrize("enable_prefix_caching", [False, True])
@@ -253,3 +269,79 @@ def test_without_prefix_caching_no_lookup_is_counted() -> None:
     driver.run()
     stats = driver.core.stats()
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (0, 0)
+    assert (stats.prefix_cache_requests, stats.preempted_prefix_cache_requests) == (0, 0)
+
+
+@pytest.mark.parametrize("settings", [{"enable_prefix_caching": True}, {"enable_prefix_caching": False}])
+@pytest.mark.parametrize("skips", [False, True])
+def test_a_first_step_gives_ten_short_prompts_all_their_tokens_whatever_is_cached(
+    settings: dict[str, object], skips: bool
+) -> None:
+    driver = make_driver(**settings)
+    for number in range(10):
+        driver.add(f"r{number}", prompt(10), skip_reading_prefix_cache=skips)
+    plan = driver.step()
+    assert rows(plan) == {f"r{number}": 10 for number in range(10)}
+    assert plan.finished_request_ids == plan.preempted_request_ids == ()
+    assert counts(driver) == (10, 0)
+
+
+def test_a_lookup_that_had_to_be_tried_again_counts_once_with_what_it_found_in_the_end() -> None:
+    driver = make_driver(num_gpu_blocks_override=5, max_model_len=80, watermark=0.0)
+    driver.add("first", prompt(33), max_tokens=20)
+    driver.step()
+    driver.add("again", prompt(33) + prompt(33, 66), max_tokens=2)
+    for _ in range(3):
+        assert rows(driver.step()) == {"first": 1}  # two are hit of five blocks, two are free: one is missing
+    driver.run()
+    stats = driver.core.stats()
+    assert (stats.prefix_cache_requests, stats.prefix_cache_queries, stats.prefix_cache_hits) == (2, 33 + 66, 32)
+    assert driver.completions["again"].outputs[0].num_cached_tokens == 32
+
+
+@pytest.mark.parametrize("enable_prefix_caching", [True, False])
+def test_who_comes_back_after_a_preemption_is_counted_apart_and_nowhere_without_a_cache(
+    enable_prefix_caching: bool,
+) -> None:
+    driver = make_driver(enable_prefix_caching=enable_prefix_caching)
+    driver.add("a", prompt(40), max_tokens=4)
+    driver.step()
+    driver.reset_prefix_cache(reset_running=True)
+    driver.step()
+    driver.core._scheduler.preempt(driver.core._scheduler.running[0], 0.0)
+    driver.run()
+    stats = driver.core.stats()
+    first = (stats.prefix_cache_requests, stats.prefix_cache_queries, stats.prefix_cache_hits)
+    resumed = (
+        stats.preempted_prefix_cache_requests,
+        stats.preempted_prefix_cache_queries,
+        stats.preempted_prefix_cache_hits,
+    )
+    assert stats.num_preemptions == 2
+    assert (first, resumed) == (((1, 40, 0), (2, 41 + 42, 32)) if enable_prefix_caching else ((0, 0, 0), (0, 0, 0)))
+    assert driver.completions["a"].outputs[0].num_cached_tokens == 0
+    assert driver.completions["a"].token_ids == driver.expected("a", 4)
+
+
+def test_a_plan_counts_the_leading_blocks_that_all_running_requests_share() -> None:
+    driver = make_driver()
+    for name in "abc":
+        driver.add(name, prompt(40) + prompt(30, ord(name)), max_tokens=8)
+    assert driver.step().num_common_prefix_blocks == (2,)
+    driver.add("d", prompt(16) + prompt(20, 70), max_tokens=2)
+    assert driver.step().num_common_prefix_blocks == (1,)
+    driver.add("e", prompt(5, 71), max_tokens=4)
+    assert driver.step().num_common_prefix_blocks == (0,)
+
+
+def test_a_reset_that_cannot_be_done_changes_nothing_and_one_of_the_running_keeps_their_order() -> None:
+    driver = make_driver()
+    for number in range(10):
+        driver.add(f"r{number}", prompt(10, 65 + number))
+    driver.step()
+    assert not driver.reset_prefix_cache()
+    assert counts(driver) == (10, 0)
+    assert driver.reset_prefix_cache(reset_running=True)
+    assert counts(driver) == (0, 10)
+    assert {request.status for request in driver.live_requests} == {RequestStatus.PREEMPTED}
+    assert list(rows(driver.step())) == [f"r{number}" for number in range(10)]

@@ -1,17 +1,17 @@
-"""With a partial block is cached when its owner leaves: AssertionError: r1 got [83], alone it gets [85]."""
+"""With a partial block is cached when its owner leaves: AssertionError: r2 got [73], alone it gets [69]."""
 
 from __future__ import annotations
 
 from fuzz.faults import assert_found
-from fuzz.scheduler import Abort, Add, Plan, Settings, Simulation
+from fuzz.scheduler import Add, Plan, Settings, Simulation
 
 
 def test_the_fault_a_partial_block_is_cached_when_its_owner_leaves_is_found() -> None:
-    settings = Settings(block_size=2, max_model_len=4)
+    settings = Settings(num_gpu_blocks_override=4, max_model_len=4, max_num_seqs=2, max_concurrent_plans=2)
     operations = [
-        Add(length=2),
-        Plan(),
-        Abort(),
-        Add(length=39),
+        Add(prefix=2),
+        Plan(fails=True),
+        Add(prefix=2, length=2),
+        Add(prefix=2, length=3),
     ]
     assert_found("a partial block is cached when its owner leaves", Simulation, settings, operations)

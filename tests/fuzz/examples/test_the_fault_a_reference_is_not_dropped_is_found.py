@@ -1,4 +1,4 @@
-"""With a reference is not dropped: AssertionError: references {1: 1} are not those of tables and plans {}."""
+"""With a reference is not dropped: AssertionError: references [0, 1, 0, 0] are not those of tables and plans [0, 0,."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fuzz.faults import assert_found
-from fuzz.scheduler import Add, Pause, Plan, Settings, Simulation
+from fuzz.scheduler import Abort, Add, Plan, Settings, Simulation
 
 
 def test_the_fault_an_abort_forgets_the_tables_is_found() -> None:
@@ -11,6 +11,6 @@ def test_the_fault_an_abort_forgets_the_tables_is_found() -> None:
     operations = [
         Add(),
         Plan(),
-        Pause(),
+        Abort(),
     ]
     assert_found("an abort forgets the tables", Simulation, settings, operations)

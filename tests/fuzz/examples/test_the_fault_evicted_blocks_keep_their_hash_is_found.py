@@ -1,4 +1,4 @@
-"""With evicted blocks keep their hash: AssertionError: the map of hashes and the hashes of blocks disagree."""
+"""With evicted blocks keep their hash: AssertionError: block 2 is hit under a hash that is not its own."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ def test_the_fault_evicted_blocks_keep_their_hash_is_found() -> None:
     settings = Settings(max_model_len=3)
     operations = [
         Add(max_tokens=2),
-        Add(max_tokens=2, salt=1),
+        Add(prefix=1, max_tokens=2),
     ]
     assert_found("evicted blocks keep their hash", Simulation, settings, operations)

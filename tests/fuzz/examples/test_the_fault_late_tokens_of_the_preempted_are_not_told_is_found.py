@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from fuzz.faults import assert_found
-from fuzz.scheduler import Add, Plan, Reset, Settings, Simulation
+from fuzz.scheduler import Add, Plan, Settings, Simulation
 
 
 def test_the_fault_late_tokens_of_the_preempted_are_not_told_is_found() -> None:
-    settings = Settings()
+    settings = Settings(scheduling_policy="priority", max_concurrent_plans=2)
     operations = [
-        Add(),
+        Add(priority=1),
         Plan(),
-        Reset(reset_running=True),
+        Add(),
     ]
     assert_found("late tokens of the preempted are not told", Simulation, settings, operations)

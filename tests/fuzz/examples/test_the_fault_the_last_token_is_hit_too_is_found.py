@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from fuzz.faults import assert_found
-from fuzz.scheduler import Add, Resize, Settings, Simulation
+from fuzz.scheduler import Add, Settings, Simulation
 
 
 def test_the_fault_the_last_token_is_hit_too_is_found() -> None:
-    settings = Settings(block_size=3, max_model_len=29)
+    settings = Settings()
     operations = [
-        Resize(num_blocks=13),
-        Add(prefix=2, length=3),
-        Add(prefix=2, length=32),
+        Add(),
+        Add(),
     ]
     assert_found("the last token is hit too", Simulation, settings, operations)
