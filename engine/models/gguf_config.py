@@ -74,6 +74,8 @@ def _base(metadata: Metadata, architecture: str, model_type: str, **more: Any) -
     head_dim = metadata.value("attention.key_length", int, hidden_size // num_heads)
     if metadata.value("attention.value_length", int, head_dim) != head_dim:
         raise metadata.refusal("a width of value heads other than that of key heads")
+    if not metadata.value("attention.causal", bool, True):
+        raise metadata.refusal("attention that sees what comes after (attention.causal)")
     if not metadata.has_tensor("token_embd.weight"):
         raise CheckpointError(f"{metadata.gguf.path}: tensor token_embd.weight is missing")
     return {

@@ -11,7 +11,7 @@ from engine.models.gguf import GgufFile
 
 _Value = TypeVar("_Value", str, int, float, bool)
 
-_WITHOUT_EFFECT = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "attention.causal", "pooling_type")
+_WITHOUT_EFFECT = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned", "pooling_type")
 """Keys that say nothing new about a decoder."""
 
 

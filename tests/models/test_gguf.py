@@ -409,9 +409,10 @@ def test_unknown_tokenizer_model_is_refused_by_name(tmp_path: Path) -> None:
         (lambda writer: writer.add_rope_dimension_count(8), "rope.dimension_count"),
         (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "longrope"),
         (lambda writer: writer.add_uint16("split.count", 3), "one of several parts"),
-        (lambda writer: writer.add_value_length(8), "value heads"),
+        (lambda writer: writer.add_value_length(8), "value"),
+        (lambda writer: writer.add_causal_attention(False), "attention.causal"),
     ],
-    ids=["unread metadata", "partial rotary", "scaled rotary", "parts", "value width"],
+    ids=["unread metadata", "partial rotary", "scaled rotary", "parts", "value width", "encoders"],
 )
 def test_variants_that_would_run_wrongly_are_refused(tmp_path: Path, edit: Any, named: str) -> None:
     assert named in refusal(tmp_path, UnsupportedModel, edit=edit)
