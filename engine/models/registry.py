@@ -117,6 +117,17 @@ DECODERS: dict[str, DecoderTraits] = {
 """Architecture, as config.json names it → traits of `models.decoder`."""
 
 
+def choose(raw: dict[str, Any]) -> str:
+    """Return what would run a model with this config.json, in words; no weights are needed.
+
+    Raises:
+        UnsupportedModel: Nothing would; says why.
+        CheckpointError: A number in it is missing or makes no sense.
+    """
+    decoder_config(raw)
+    return "the own decoder"
+
+
 def decoder_config(raw: dict[str, Any]) -> DecoderConfig:
     """Return what to build for the content of a config.json.
 
@@ -129,4 +140,5 @@ def decoder_config(raw: dict[str, Any]) -> DecoderConfig:
         if architecture in DECODERS:
             return DecoderConfig.of(raw, DECODERS[architecture])
     named = ", ".join(map(str, architectures)) or "no architecture at all"
-    raise UnsupportedModel(f"config.json names {named}; supported are: {', '.join(sorted(DECODERS))}")
+    code = "; it asks for code of its own (auto_map), which is never executed" if raw.get("auto_map") else ""
+    raise UnsupportedModel(f"config.json names {named}; supported are: {', '.join(sorted(DECODERS))}{code}")

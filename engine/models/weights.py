@@ -66,12 +66,15 @@ def load_weights(folder: Path, destinations: dict[str, torch.Tensor], progress: 
     remaining = dict(destinations)
     unknown: list[str] = []
     misshapen: list[str] = []
+    repeated: list[str] = []
     progress(0, len(destinations))
     for file in weight_files(folder):
         for name, tensor in _tensors_of(file):
             destination = remaining.pop(name, None)
             if destination is None:
-                if not _is_skipped(name, destinations):
+                if name in destinations:
+                    repeated.append(f"{name} in {file.name}")
+                elif not _is_skipped(name, destinations):
                     unknown.append(f"{name} {list(tensor.shape)}")
             elif destination.shape != tensor.shape:
                 misshapen.append(f"{name} is {list(tensor.shape)}, must be {list(destination.shape)}")
@@ -79,14 +82,14 @@ def load_weights(folder: Path, destinations: dict[str, torch.Tensor], progress: 
                 destination.copy_(tensor)
                 progress(len(destinations) - len(remaining), len(destinations))
     missing = [f"{name} {list(tensor.shape)}" for name, tensor in remaining.items()]
-    _refuse(folder, missing=missing, unknown=unknown, misshapen=misshapen)
+    _refuse(folder, missing=missing, unknown=unknown, misshapen=misshapen, repeated=repeated)
 
 
 def weight_files(folder: Path) -> list[Path]:
     """Return the folder's weight files in order of name.
 
     Raises:
-        CheckpointError: There are none, or one that the index names is missing.
+        CheckpointError: There are none, or some that the index names are missing or lie elsewhere.
     """
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
@@ -95,11 +98,16 @@ def weight_files(folder: Path) -> list[Path]:
     weight_map = _read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder / INDEX_FILE} has no weight_map")
-    files = [folder / str(name) for name in sorted(set(weight_map.values()))]
-    for file in files:
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing, but {INDEX_FILE} names it")
-    return files
+    names = sorted({str(name) for name in weight_map.values()})
+    elsewhere = [name for name in names if Path(name).name != name]
+    if elsewhere:
+        raise CheckpointError(f"{folder / INDEX_FILE} names files outside its folder: {_some(elsewhere)}")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} of {len(names)} files that {INDEX_FILE} names are missing: {_some(missing)}"
+        )
+    return [folder / name for name in names]
 
 
 def model_digest(folder: Path) -> str:
@@ -142,10 +150,14 @@ def _refuse(folder: Path, **faults: list[str]) -> None:
     sentences = []
     for kind, tensors in faults.items():
         if tensors:
-            more = f" and {len(tensors) - _MAX_NAMED} more" if len(tensors) > _MAX_NAMED else ""
-            sentences.append(f"{len(tensors)} {kind}: {', '.join(tensors[:_MAX_NAMED])}{more}")
+            sentences.append(f"{len(tensors)} {kind}: {_some(tensors)}")
     if sentences:
         raise CheckpointError(f"tensors of {folder} do not fit its config.json; " + "; ".join(sentences))
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + more
 
 
 def _first_stored_dtype(folder: Path) -> str:
