@@ -21,7 +21,8 @@ from engine.client.async_llm import AsyncLLM
 from engine.config import EngineConfig, ServeConfig
 from engine.errors import ConfigError, EngineDeadError, ModelError, RequestError, root_cause
 from engine.flags import SHARED, parse, sampling_from, settings_from
-from engine.models.store import ModelListing, list_models, pull
+from engine.models.listing import ModelListing, list_models
+from engine.models.store import pull
 from engine.parser import make_parser
 from engine.program import EXIT_DEAD, EXIT_INTERRUPTED, EXIT_OK, EXIT_PIPE, EXIT_USAGE, then, with_engine
 from engine.progress import show_progress
@@ -142,26 +143,25 @@ def _models(options: argparse.Namespace) -> int:
             with show_progress() as progress:
                 print(pull(options.name, progress))
         case "check":
-            _check_model(options.name)
+            from engine.models.check import check
+
+            with show_progress() as progress:
+                said = check(options.name, progress)
+            print(said)
         case _:
             _print_models(list_models())
     return EXIT_OK
 
 
-def _check_model(name: str) -> None:
-    """Load the model and run one step, and say what it can do; raises what is wrong with it."""
-    from engine.llm import LLM
-
-    llm = LLM(name, log_level="warning")
-    print(f"{name}: loads and runs; context {llm.ready.max_model_len} tokens, vocabulary {llm.ready.vocab_size}")
-
-
 def _print_models(models: list[ModelListing]) -> None:
-    rows = [("NAME", "CACHED", "SIZE", "ARCHITECTURE", "CONTEXT", "LICENSE", "ALSO CALLED")]
+    rows: list[tuple[str, ...]] = [
+        ("NAME", "CACHED", "SIZE", "ARCHITECTURE", "CONTEXT", "WEIGHTS", "LICENSE", "ALSO CALLED")
+    ]
     for model in models:
-        size, context = f"{model.size_bytes / 1e6:.0f} MB", str(model.context_length or "-")
-        cached, aliases = "yes" if model.path else "no", ", ".join(model.aliases) or "-"
-        rows.append((model.name, cached, size, model.architecture or "-", context, model.license or "-", aliases))
+        size, context = f"{model.size_bytes / 1e6:.0f} MB", str(model.context_length or "")
+        cached = "yes" if model.is_whole else "in part" if model.path else "no"
+        described = (model.architecture, context, model.weights, model.license, ", ".join(model.aliases))
+        rows.append((model.name, cached, size, *(text or "-" for text in described)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())

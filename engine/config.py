@@ -52,15 +52,14 @@ class _Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class EngineConfig(_Settings, frozen=True, kw_only=True):
     """How one engine runs. Passed whole to the engine's process; nothing is read from anywhere else."""
 
-    model: Annotated[str, Meta(description="name of a known model, model folder, GGUF file, or null")] = DEFAULT
+    model: Annotated[str, Meta(description="name of a known model, model folder, GGUF file, hub id, or null")] = DEFAULT
+    revision: Annotated[str, Meta(description="branch, tag or commit of a hub id; its main when unset")] | None = None
+    trust_remote_code: Annotated[bool, Meta(description="refused: nothing from a model's files is executed")] = False
     dtype: Annotated[Dtype, Meta(description="weights and K/V; auto takes the checkpoint's")] = "auto"
     model_impl: Annotated[
         ModelImpl,
         Meta(description="auto takes our own model code where it can, else transformers', checked"),
     ] = "auto"
-    trust_remote_code: Annotated[bool, Meta(description="refused when on: code from a model folder is never run")] = (
-        False
-    )
     quantization: Annotated[Quantization, Meta(description="storage form of the linear layers")] = "none"
     device: Annotated[Device, Meta(description="auto, cpu or cuda:N")] = "auto"
     max_model_len: (
@@ -143,15 +142,15 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
                 f"--long-prefill-token-threshold {self.long_prefill_token_threshold} splits prompts, which "
                 f"--no-enable-chunked-prefill forbids: drop one of the two"
             )
-        if self.trust_remote_code:
-            raise ConfigError(
-                "--trust-remote-code: code from a model folder is never run, for it could do anything that this "
-                "process may; leave it out: architectures that transformers itself ships run through --model-impl auto"
-            )
         if self.model == NULL_MODEL and self.model_impl != "auto":
             raise ConfigError(f"--model-impl {self.model_impl}: the model {NULL_MODEL} has one implementation")
         if self.model == NULL_MODEL and self.dtype != "auto":
             raise ConfigError(f"--dtype {self.dtype}: the model {NULL_MODEL} has no weights; leave --dtype out")
+        if self.trust_remote_code:
+            raise ConfigError(
+                "--trust-remote-code: code that comes with a model is never executed here; leave the flag out, and "
+                "`models check` says whether the model runs without"
+            )
         kind, _, index = self.device.partition(":")
         if kind not in {"auto", "cpu", "cuda"} or (index and (kind != "cuda" or not index.isdecimal())):
             raise ConfigError(f"--device must be auto, cpu, cuda or cuda:N, got {self.device!r}")

@@ -104,6 +104,8 @@ class EngineCore:
         self._now = now
         self._num_arrivals += 1
         refusal = self._limits.refusal(request, len(self._requests))
+        if awaits_grammar and request.extras:
+            refusal = Cause("InvalidRequest", "a session takes no grammar in this version")
         if refusal is not None:
             request = msgspec.structs.replace(request, prompt_token_ids=[])
         taken = Request(request, self._num_arrivals, self.capacity.max_model_len)
@@ -223,7 +225,7 @@ class EngineCore:
         if request.grammar is not None and cause is None:
             told = token_ids[:-1] if status is RequestStatus.FINISHED_STOPPED else token_ids
             if not request.grammar.accept_tokens(told):
-                status = RequestStatus.FINISHED_ERROR
+                status, request.stop_reason = RequestStatus.FINISHED_ERROR, None
                 cause = Cause("GrammarRejected", f"the grammar does not allow the sampled tokens {told}")
         if status is None:
             self._emit(request, token_ids)
@@ -351,11 +353,11 @@ class EngineCore:
         Raises:
             AssertionError: Something leaked, is owned twice, or is counted wrongly.
         """
-        queued = [*self._scheduler.running, *self._scheduler.waiting.unordered(), *self._blocked.values()]
-        assert all(request.status in _BLOCKED for request in self._blocked.values()), self._blocked
-        by_id = {request.request_id: request for request in queued}
-        assert len(by_id) == len(queued), "a request is queued twice"
-        assert by_id == self._requests, "queues and live requests differ"
+        blocked = self._blocked.values()
+        queued = [*self._scheduler.running, *self._scheduler.waiting.unordered(), *blocked]
+        assert len(queued) == len(self._requests), "a request is queued twice, or not at all"
+        assert {*queued} == {*self._requests.values()}, "queues and live requests differ"
+        assert _BLOCKED.issuperset([request.status for request in blocked]), f"not blocked: {blocked}"
         self._scheduler.check_invariants()
 
     # The ways out

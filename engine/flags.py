@@ -19,7 +19,7 @@ from engine.errors import ConfigError
 from engine.models import DEFAULT
 from engine.sampling_params import RepetitionDetection, SamplingParams
 
-MODEL_HELP = f"name of a known model, model folder, GGUF file, or null (default: {DEFAULT})"
+MODEL_HELP = f"name of a known model, model folder, GGUF file, hub id, or null (default: {DEFAULT})"
 
 SAMPLING_HELP = {
     "temperature": "0 takes the most likely token; up to 2",

@@ -63,7 +63,7 @@ class LLM:
             RequestError: A prompt or parameter was refused; nothing was started.
         """
         many: Any = [prompts] if _is_one(prompts) else list(prompts)
-        return self._run(many, params or SamplingParams(), use_tqdm)
+        return self._run(many, params or SamplingParams(**self.tokenizer.sampling_defaults), use_tqdm)
 
     def chat(
         self,

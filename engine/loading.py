@@ -14,7 +14,7 @@ from engine.errors import ConfigError
 from engine.executor.base import Progress
 from engine.models import NULL_MODEL
 from engine.models.fetch import Wait, wait_in_read
-from engine.models.store import resolve
+from engine.models.store import model_name, resolve
 
 
 class ModelFiles(NamedTuple):
@@ -45,10 +45,10 @@ def open_model(config: EngineConfig, progress: Progress, wait: Wait = wait_in_re
     if name == NULL_MODEL:
         tokenizer = load_tokenizer(NULL_MODEL, template)
     else:
-        folder = resolve(name, progress, wait)
+        folder = resolve(name, progress, wait, config.revision)
         tokenizer = load_tokenizer(folder, template)
-        config = msgspec.structs.replace(config, model=str(folder))
-        name = Path(name).name
+        config = msgspec.structs.replace(config, model=str(folder), revision=None)
+        name = model_name(name)
     if config.prefix_hash_seed is None:
         config = msgspec.structs.replace(config, prefix_hash_seed=secrets.token_hex(16))
     return ModelFiles(config, tokenizer, name)

@@ -10,7 +10,7 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
 
     Attributes:
         num_running: Requests in the running list.
-        num_waiting: Requests waiting to be admitted, preempted ones included.
+        num_waiting: Requests waiting to be admitted, also preempted ones and those that await a grammar or input.
         num_kv_blocks: Blocks that can be handed out.
         num_used_blocks: Blocks referenced by a request or by a plan in flight.
         num_preemptions: Preemptions since the start.

@@ -139,5 +139,5 @@ def _add_counts(verb: argparse.ArgumentParser, **flags: int | float | None) -> N
 def _add_models(verbs: Verbs) -> None:
     verb = _add_verb(verbs, "models", "[list | pull NAME | check PATH]", "list, fetch or check models")
     verb.add_argument("action", nargs="?", choices=["list", "pull", "check"], default="list", help="(default: list)")
-    text = f"what to fetch, or the model to load and run one step of (default: {DEFAULT})"
+    text = f"what to fetch, or the model of which to say what would run it (default: {DEFAULT})"
     verb.add_argument("name", nargs="?", default=DEFAULT, metavar="NAME", help=text)

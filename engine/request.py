@@ -304,7 +304,6 @@ class Request:
         """
         if self.num_output_tokens:
             self.tokens.drop_last()
-            self.block_hashes.clear()
         for token_id in part.prompt_token_ids:
             self.tokens.append(token_id)
         self._take_params(part.sampling_params, max_model_len)

@@ -6,11 +6,13 @@ examples, which the test command replays.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import random
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from fuzz.coverage import Coverage
@@ -50,6 +52,17 @@ def _silent(progress: Progress) -> None:
     pass
 
 
+@contextlib.contextmanager
+def _collecting_seldom() -> Iterator[None]:
+    """Look for cycles a hundred times less often while the block lasts: a history leaves few."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(100 * thresholds[0], *thresholds[1:])
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
+
+
 class Run:
     """Replays the histories of one seed.
 
@@ -71,7 +84,7 @@ class Run:
     ) -> Failure | None:
         """Replay until one fails, which is returned, or as many or as long as may be; at least one is replayed."""
         begin = told = time.monotonic()
-        with self.coverage.recording_moves():
+        with self.coverage.recording_moves(), _collecting_seldom():
             while True:
                 failure = self._replay_next()
                 now = time.monotonic()

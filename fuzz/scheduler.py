@@ -57,6 +57,7 @@ class Settings(Drawn):
     queue_timeout: float | None = choose(None, None, None, None, 9.0, 30.0)
     max_concurrent_plans: int = choose(1, 2, 3, 4)
     runs_late: bool = choose(False, True)
+    checks_plans: bool = choose(True, False, False, False)
 
     def engine(self) -> dict[str, Any]:
         """Return the arguments of `CoreDriver.of`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -269,9 +270,46 @@ def test_a_chat_whose_engine_dies_exits_1_with_the_cause(open_terminal: Any) -> 
 
 def test_models_are_listed_as_a_table_and_checked() -> None:
     header, *rows = run("models").stdout.splitlines()
-    assert header.split() == ["NAME", "CACHED", "SIZE", "ARCHITECTURE", "CONTEXT", "LICENSE", "ALSO", "CALLED"]
+    assert header.split() == [
+        "NAME",
+        "CACHED",
+        "SIZE",
+        "ARCHITECTURE",
+        "CONTEXT",
+        "WEIGHTS",
+        "LICENSE",
+        "ALSO",
+        "CALLED",
+    ]
     assert any(row.startswith("SmolLM2-135M-Instruct") for row in rows)
-    assert run("models", "check", "null").stdout.startswith("null: loads and runs; context 8192 tokens")
+    assert run("models", "check", "null").stdout == "null: the integer model runs it; it has no weights\n"
     result = run("models", "check", str(ROOT / "tests"))
     assert result.returncode == 2
     assert "is not a model folder" in result.stderr
+
+
+def test_check_says_what_would_run_a_model_without_loading_it(tmp_path: Path) -> None:
+    config = {"architectures": ["OwnForCausalLM"], "auto_map": {"AutoModelForCausalLM": "own.OwnForCausalLM"}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").write_bytes(b"never read")
+    result = run("models", "check", str(tmp_path))
+    assert result.returncode == 2
+    assert "config.json names OwnForCausalLM; " in result.stderr
+    assert "code of its own (auto_map), which is never executed" in result.stderr
+
+
+@pytest.mark.slow
+def test_check_of_the_default_model_names_the_own_decoder(smollm2_folder: Path) -> None:
+    shown = run("models", "check", str(smollm2_folder)).stdout
+    assert (
+        "LlamaForCausalLM, the own decoder runs it; context 8192 tokens, bfloat16 from Q4_1, 269 MB in 1 file" in shown
+    )
+    assert "vocabulary 49152, a chat template" in shown
+    shown = run("models", "check", str(smollm2_folder / "model.gguf")).stdout
+    assert "model.gguf: LlamaForCausalLM, the own decoder runs it; context 8192 tokens, bfloat16 from Q4_1" in shown
+
+
+def test_code_of_a_model_is_refused_with_the_reason() -> None:
+    result = run("generate", "null", "x", "--trust-remote-code")
+    assert result.returncode == 2
+    assert "code that comes with a model is never executed here" in result.stderr

@@ -96,3 +96,9 @@ def test_a_stop_string_ends_one_prompt_and_not_its_neighbour(llm: engine.LLM) ->
 def test_wrong_settings_are_refused_by_name(settings: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         engine.LLM("null", **settings)
+
+
+def test_the_models_own_defaults_of_sampling_hold_where_no_parameters_are_given(llm: engine.LLM) -> None:
+    llm.tokenizer.sampling_defaults["temperature"] = 0.0
+    (output,) = llm.generate([[65] * 9], use_tqdm=False)
+    assert output.outputs[0].token_ids == expected_tokens([65] * 9, SamplingParams(temperature=0), 16)

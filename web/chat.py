@@ -25,8 +25,9 @@ async def chat_completions(state: ServerState) -> Response:
     """Answer the current request; without a limit of its own it may fill the context."""
     request = decode_chat_completion(await read_json_body())
     state.check_accepting(request.model)
+    params = request.sampling_params(**state.engine.tokenizer.sampling_defaults, max_tokens=None)
     try:
-        return await answer(state, FORM, request, [request.prompt], request.sampling_params(max_tokens=None))
+        return await answer(state, FORM, request, [request.prompt], params)
     except RequestError as error:
         if error.param == "prompt":  # the engine's name for what this route calls messages
             error.param = "messages"

@@ -24,4 +24,5 @@ async def completions(state: ServerState) -> Response:
     """Answer the current request; without a limit of its own a completion has 16 tokens, as OpenAI's had."""
     request = decode_completion(await read_json_body())
     state.check_accepting(request.model)
-    return await answer(state, FORM, request, request.prompts, request.sampling_params())
+    params = request.sampling_params(**state.engine.tokenizer.sampling_defaults)
+    return await answer(state, FORM, request, request.prompts, params)

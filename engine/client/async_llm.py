@@ -146,7 +146,7 @@ class AsyncLLM:
             RequestError: On entering: the request was refused and nothing was started.
             EngineDeadError: On entering or while iterating: the engine died.
         """
-        params = params or SamplingParams()
+        params = params or SamplingParams(**self.tokenizer.sampling_defaults)
         kind = params.output_kind or OutputKind.DELTA
         arrival_s = trio.current_time()
         self._check_accepts()

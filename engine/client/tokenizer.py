@@ -1,13 +1,12 @@
 """A model's tokenizer and chat template behind a few methods, without torch or transformers.
 
-Reads what a Hugging Face folder holds (tokenizer.json, tokenizer_config.json, chat template) and gives the ids and
-texts that transformers gives. Encoding releases the interpreter lock and may run in a thread.
+Gives the ids and texts that transformers gives for a Hugging Face folder; tokenizer_files.py reads it. Encoding
+releases the interpreter lock and may run in a thread.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from engine.client.chat_template import ChatTemplate
+from engine.client.tokenizer_files import read_files
 from engine.errors import CheckpointError, InvalidRequest, UnsupportedModel
-
-_NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 _NULL_TEMPLATE = (
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -35,22 +33,34 @@ class Tokenizer:
         max_token_chars: Length of the longest token; a text of more characters than that many a token is longer.
         is_byte_level: Whether tokens are bytes in disguise, so that a text is the plain sum of its tokens' bytes.
         falls_back_to_bytes: Whether characters without a token are spelled as tokens like <0xE4>.
+        sampling_defaults: Fields of `SamplingParams` as the model's generation_config.json wants them where a request
+            says nothing.
     """
 
     def __init__(
-        self, backend: tokenizers.Tokenizer, templates: dict[str, ChatTemplate], eos_token_ids: Iterable[int]
+        self,
+        backend: tokenizers.Tokenizer,
+        templates: dict[str, ChatTemplate],
+        eos_token_ids: Iterable[int],
+        sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
         """Own `backend`; `templates` by name, of which `default` and `tool_use` are used."""
         self._backend = backend
         self._templates = templates
         self._bytes: dict[int, bytes] = {}
         self.eos_token_ids = tuple(dict.fromkeys(eos_token_ids))
+        self.sampling_defaults = dict(sampling_defaults or {})
         self.special_token_ids = frozenset(
             token_id for token_id, token in backend.get_added_tokens_decoder().items() if token.special
         )
         self.vocab_size = backend.get_vocab_size(with_added_tokens=True)
         self.max_token_chars = max(map(len, backend.get_vocab()), default=1)
         self.is_byte_level, self.falls_back_to_bytes = _decoder_kind(backend)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether conversations can be encoded."""
+        return "default" in self._templates
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`; special tokens written in it become their ids, as in transformers.
@@ -134,77 +144,13 @@ def load_tokenizer(model: str | Path, chat_template: str | None = None) -> Token
         template = ChatTemplate((own or {"default": _NULL_TEMPLATE})["default"], {})
         return Tokenizer(_bytes_backend(), {"default": template}, ())
     folder = Path(model)
-    backend = _read_backend(folder / "tokenizer.json")
-    config = _read_json(folder / "tokenizer_config.json")
-    named = _named_tokens(folder, config)
-    _mark_named_tokens(backend, named)
-    sources = own or _template_sources(folder, config)
+    files = read_files(folder)
+    sources = own or files.template_sources
     try:
-        templates = {name: ChatTemplate(source, named) for name, source in sources.items()}
+        templates = {name: ChatTemplate(source, files.named_tokens) for name, source in sources.items()}
     except CheckpointError as error:
         raise CheckpointError(f"{folder}: {error}") from error
-    return Tokenizer(backend, templates, _eos_token_ids(folder, backend, named))
-
-
-def _read_backend(path: Path) -> tokenizers.Tokenizer:
-    if not path.is_file():
-        raise CheckpointError(f"{path.parent} has no {path.name}; slow tokenizers without one are not read")
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises nothing more precise
-        raise CheckpointError(f"{path} is not a tokenizer: {error}") from error
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, empty where there is no file."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
-    return content
-
-
-def _named_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return bos_token and its like by name; an older file of their own counts where the newer field is missing."""
-    entries = dict(config)
-    if "added_tokens_decoder" not in config:
-        entries |= _read_json(folder / "special_tokens_map.json")
-    tokens = {name: entries[name] for name in _NAMED_TOKENS if entries.get(name) is not None}
-    return {name: token["content"] if isinstance(token, dict) else str(token) for name, token in tokens.items()}
-
-
-def _mark_named_tokens(backend: tokenizers.Tokenizer, named: dict[str, str]) -> None:
-    added = {token.content for token in backend.get_added_tokens_decoder().values()}
-    missing = [token for token in named.values() if token not in added and backend.token_to_id(token) is not None]
-    backend.add_special_tokens([tokenizers.AddedToken(token, special=True) for token in missing])
-
-
-def _template_sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
-    path = folder / "chat_template.jinja"
-    if path.is_file():
-        return {"default": path.read_text(encoding="utf-8")}
-    template = config.get("chat_template")
-    if isinstance(template, list):
-        return {entry["name"]: entry["template"] for entry in template}
-    return {} if template is None else {"default": template}
-
-
-def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, named: dict[str, str]) -> list[int]:
-    found: list[int] = []
-    for name in ("generation_config.json", "config.json"):
-        ids = _read_json(folder / name).get("eos_token_id")
-        found += ids if isinstance(ids, list) else [] if ids is None else [ids]
-    own = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
-    return found if own is None else [*found, own]
+    return Tokenizer(files.backend, templates, files.eos_token_ids, files.sampling_defaults)
 
 
 def _decoder_kind(backend: tokenizers.Tokenizer) -> tuple[bool, bool]:

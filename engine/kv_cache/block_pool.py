@@ -126,10 +126,12 @@ class BlockPool:
         actual = self._num_references
         assert actual == expected, f"references {list(actual)} are not those of tables and plans {list(expected)}"
         assert actual[NULL_BLOCK] == 0, "the null block is referenced"
-        free = list(self.free_blocks())
-        assert len(free) == self.num_free_blocks, f"{self.num_free_blocks} blocks are counted free, {len(free)} are"
-        assert len({*free}) == actual.count(0) - 1, f"free queue {free} is not what nobody references"
-        assert not any(actual[block] for block in free), f"free queue {free} has blocks in use"
-        assert self._previous[NULL_BLOCK] == (free[-1] if free else NULL_BLOCK), "the end of the free queue is lost"
-        cached = [is_cached(block) for block in free]
-        assert cached == sorted(cached), f"a cached block is queued before one that is not: {free}"
+        num_free, last, cached_begin = 0, NULL_BLOCK, False
+        for block in self.free_blocks():
+            assert actual[block] == 0, f"block {block} is in use and in the free queue"
+            assert num_free < self.num_blocks, "the free queue is a ring"
+            assert is_cached(block) or not cached_begin, f"a cached block is queued before {block}, which is not"
+            cached_begin, last, num_free = cached_begin or is_cached(block), block, num_free + 1
+        assert num_free == self.num_free_blocks, f"{self.num_free_blocks} blocks are counted free, {num_free} are"
+        assert num_free == actual.count(0) - 1, f"{num_free} blocks are free, some of the others have no reference"
+        assert self._previous[NULL_BLOCK] == last, "the end of the free queue is lost"

@@ -18,6 +18,7 @@ given back as soon as no uncommitted step can read them, and the table has null 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.match import Match, longest_match
@@ -107,6 +108,7 @@ class KVCacheManager:
         self._windowed = [(i, group) for i, group in enumerate(groups) if group.sliding_window is not None]
         self._max_in_flight = max_in_flight
         self._num_promised = 0
+        self._num_common: tuple[int, ...] | None = None
         self._tables: dict[RequestId, _Tables] = {}
         self._held: dict[int, dict[RequestId, _Tables]] = {}
 
@@ -190,6 +192,7 @@ class KVCacheManager:
         """Give `request` tables that begin with the matched blocks, shared; `grow` extends them."""
         tables = self._tables[request.request_id] = _Tables(_Table(blocks) for blocks in match.blocks)
         tables.num_tokens = request.num_tokens
+        self._num_common = None
         for blocks in match.blocks:
             self.pool.share(blocks)
         self._measure(tables)
@@ -256,18 +259,19 @@ class KVCacheManager:
     def num_common_prefix_blocks(self, running: Sequence[Request]) -> tuple[int, ...]:
         """Return for each group how many leading blocks all of `running` share, 0 where that is not known for sure.
 
-        It is not in groups with a window, nor while plans in flight hold blocks of who has left.
+        It is not in groups with a window, nor while plans in flight hold blocks of who has left. Counted anew only
+        when somebody has come or gone.
         """
-        if len(running) < 2 or self._held:
-            return (0,) * len(self._groups)
-        counts = []
-        for group, table in zip(self._groups, self._tables[running[0].request_id], strict=True):
-            count = 0
-            if group.sliding_window is None:
-                while count < len(table.blocks) and self.pool.num_references(table.blocks[count]) == len(running):
-                    count += 1
-            counts.append(count)
-        return tuple(counts)
+        if self._num_common is None:
+            self._num_common = tuple([self._count_common(index, running) for index in range(len(self._groups))])
+        return self._num_common
+
+    def _count_common(self, index: int, running: Sequence[Request]) -> int:
+        if len(running) < 2 or self._held or self._groups[index].sliding_window is not None:
+            return 0
+        blocks = self._tables[running[0].request_id][index].blocks
+        shared = takewhile(lambda block: self.pool.num_references(block) == len(running), blocks)
+        return sum(1 for _ in shared)
 
     # A step is undone
 
@@ -303,6 +307,7 @@ class KVCacheManager:
         if tables is None:
             return
         self._num_promised -= tables.num_promised
+        self._num_common = None
         if held_until is None:
             self._release(tables)
         else:
@@ -311,8 +316,11 @@ class KVCacheManager:
     def settle(self, step: int) -> None:
         """The plan of `step` has ended: its publications stand, and what it held is given back."""
         self.prefix_cache.commit(step)
-        for tables in self._held.pop(step, {}).values():
-            self._release(tables)
+        held = self._held.pop(step, None)
+        if held is not None:
+            self._num_common = None
+            for tables in held.values():
+                self._release(tables)
 
     def _release(self, tables: _Tables) -> None:
         for table in tables:

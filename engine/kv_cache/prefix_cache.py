@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import groupby
 
 from engine.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from engine.outputs import BlockId
@@ -70,17 +71,18 @@ class PrefixCache:
     def publish(self, request: Request, first: int, blocks: Sequence[BlockId], step: int, group: int = 0) -> None:
         """Let `blocks`, full ones of `request` from its `first` on, be hit from now on; `step` completes them."""
         hashes = self.hashes(request)[first : first + len(blocks)]
-        num_new = 0
-        for block, block_hash in zip(blocks, hashes, strict=True):
+        new: list[int] = []
+        for index, (block, block_hash) in enumerate(zip(blocks, hashes, strict=True), start=first):
             key = _key(block_hash, group)
             self._key_of[block] = key
             if self._block_of.setdefault(key, block) != block:
                 self._twins.setdefault(key, []).append(block)
-            else:
-                num_new += 1
+            elif self._events is not None:
+                new.append(index)
         self._published.setdefault(step, []).extend(blocks)
-        if self._events is not None and num_new:
-            self._events.append(self._stored(request, first, hashes, group))
+        if self._events is not None and new:
+            runs = groupby(enumerate(new), key=lambda place: place[1] - place[0])
+            self._events += [self._stored(request, [index for _, index in run], group) for _, run in runs]
 
     def commit(self, step: int) -> None:
         """The blocks published by `step` are computed: they stay until evicted."""
@@ -150,10 +152,12 @@ class PrefixCache:
         num_keyed = len(self._key_of) - self._key_of.count(None)
         assert num_entries == num_keyed, f"{num_entries} entries for {num_keyed} blocks with a hash"
 
-    def _stored(self, request: Request, first: int, hashes: list[bytes], group: int) -> BlockStored:
-        tokens = request.tokens.view()[first * self._block_size : (first + len(hashes)) * self._block_size]
+    def _stored(self, request: Request, indexes: list[int], group: int) -> BlockStored:
+        """Return the event of a run of the request's blocks."""
+        first, end, size = indexes[0], indexes[-1] + 1, self._block_size
+        token_ids = request.tokens.view()[first * size : end * size].tolist()
         parent = request.block_hashes[first - 1] if first else None
-        return BlockStored(hashes, parent, tokens.tolist(), self._block_size, group, request.adapter_key)
+        return BlockStored(request.block_hashes[first:end], parent, token_ids, size, group, request.adapter_key)
 
 
 def _key(block_hash: bytes, group: int) -> bytes:

@@ -14,6 +14,7 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """The forms of numbers that are read: as safetensors call them, as config.json does."""
+_MAX_NAMED = 5
 _MAX_HEADER_SIZE_BYTES = 100 * 2**20
 
 
@@ -39,7 +40,7 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the folder's weight files in order of name.
 
     Raises:
-        CheckpointError: There are none, or one that the index names is missing.
+        CheckpointError: There are none, or some that the index names are missing or lie elsewhere.
     """
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
@@ -48,11 +49,16 @@ def weight_files(folder: Path) -> list[Path]:
     weight_map = _read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder / INDEX_FILE} has no weight_map")
-    files = [folder / str(name) for name in sorted(set(weight_map.values()))]
-    for file in files:
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing, but {INDEX_FILE} names it")
-    return files
+    names = sorted({str(name) for name in weight_map.values()})
+    elsewhere = [name for name in names if Path(name).name != name]
+    if elsewhere:
+        raise CheckpointError(f"{folder / INDEX_FILE} names files outside its folder: {first_few(elsewhere)}")
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise CheckpointError(
+            f"{folder}: {len(missing)} of {len(names)} files that {INDEX_FILE} names are missing: {first_few(missing)}"
+        )
+    return [folder / name for name in names]
 
 
 def stored_tensors(folder: Path) -> Iterator[StoredTensor]:
@@ -84,6 +90,12 @@ def model_digest(folder: Path) -> str:
         digest.update(f"{file.name} {file.stat().st_size}".encode())
         digest.update(_header(file))
     return digest.hexdigest()[:32]
+
+
+def first_few(names: list[str]) -> str:
+    """Join names for a message, the first few and how many more."""
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + more
 
 
 def _header(file: Path) -> bytes:

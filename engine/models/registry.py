@@ -126,6 +126,22 @@ DECODERS: dict[str, DecoderTraits] = {
 """Architecture, as config.json names it → traits of `models.decoder`."""
 
 
+def choose(raw: dict[str, Any]) -> str:
+    """Return what would run a model with this config.json, in words; no weights are needed.
+
+    Raises:
+        UnsupportedModel: Nothing would; says why.
+        CheckpointError: A number in it is missing or makes no sense.
+    """
+    try:
+        decoder_config(raw)
+    except UnsupportedModel:
+        if not _is_known_to_transformers(raw):
+            raise
+        return "transformers' model, if it passes the guard when it is loaded,"
+    return "the own decoder"
+
+
 def decoder_config(raw: dict[str, Any]) -> DecoderConfig:
     """Return what to build for the content of a config.json.
 
@@ -138,7 +154,8 @@ def decoder_config(raw: dict[str, Any]) -> DecoderConfig:
         if architecture in DECODERS:
             return DecoderConfig.of(raw, DECODERS[architecture])
     named = ", ".join(map(str, architectures)) or "no architecture at all"
-    raise UnsupportedModel(f"config.json names {named}; supported are: {', '.join(sorted(DECODERS))}")
+    code = "; it asks for code of its own (auto_map), which is never executed" if raw.get("auto_map") else ""
+    raise UnsupportedModel(f"config.json names {named}; supported are: {', '.join(sorted(DECODERS))}{code}")
 
 
 class BuiltModel(NamedTuple):
@@ -180,6 +197,12 @@ def build_model(folder: Path, config: EngineConfig, progress: Callable[[int, int
     load_weights(folder, decoder.destinations(), progress)
     decoder.pack()
     return BuiltModel(decoder, max_model_len, dtype)
+
+
+def _is_known_to_transformers(raw: dict[str, Any]) -> bool:
+    from engine.models import transformers_loading
+
+    return not transformers_loading.ARCHITECTURES.isdisjoint(map(str, raw.get("architectures") or []))
 
 
 def _through_transformers(

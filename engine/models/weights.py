@@ -15,12 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError, UnsupportedModel
-from engine.models.checkpoint import STORED_DTYPES, stored_tensors, weight_files
+from engine.models.checkpoint import STORED_DTYPES, first_few, stored_tensors, weight_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NEVER_READ = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 """Names of tensors that old checkpoints have and no model needs."""
-_MAX_NAMED = 5
 
 
 def resolve_dtype(asked: str, config: dict[str, Any], folder: Path) -> torch.dtype:
@@ -53,12 +52,15 @@ def load_weights(folder: Path, destinations: dict[str, torch.Tensor], progress: 
     remaining = dict(destinations)
     unknown: list[str] = []
     misshapen: list[str] = []
+    repeated: list[str] = []
     progress(0, len(destinations))
     for file in weight_files(folder):
         for name, tensor in _tensors_of(file):
             destination = remaining.pop(name, None)
             if destination is None:
-                if not _is_skipped(name, destinations):
+                if name in destinations:
+                    repeated.append(f"{name} in {file.name}")
+                elif not _is_skipped(name, destinations):
                     unknown.append(f"{name} {list(tensor.shape)}")
             elif destination.shape != tensor.shape:
                 misshapen.append(f"{name} is {list(tensor.shape)}, must be {list(destination.shape)}")
@@ -66,7 +68,7 @@ def load_weights(folder: Path, destinations: dict[str, torch.Tensor], progress: 
                 destination.copy_(tensor)
                 progress(len(destinations) - len(remaining), len(destinations))
     missing = [f"{name} {list(tensor.shape)}" for name, tensor in remaining.items()]
-    name_faults(folder, missing=missing, unknown=unknown, misshapen=misshapen)
+    name_faults(folder, missing=missing, unknown=unknown, misshapen=misshapen, repeated=repeated)
 
 
 def _is_skipped(name: str, destinations: dict[str, torch.Tensor]) -> bool:
@@ -94,8 +96,7 @@ def name_faults(folder: Path, **faults: list[str]) -> None:
     sentences = []
     for kind, tensors in faults.items():
         if tensors:
-            more = f" and {len(tensors) - _MAX_NAMED} more" if len(tensors) > _MAX_NAMED else ""
-            sentences.append(f"{len(tensors)} {kind}: {', '.join(tensors[:_MAX_NAMED])}{more}")
+            sentences.append(f"{len(tensors)} {kind}: {first_few(tensors)}")
     if sentences:
         raise CheckpointError(f"tensors of {folder} do not fit its config.json; " + "; ".join(sentences))
 

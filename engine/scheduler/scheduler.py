@@ -295,20 +295,22 @@ class Scheduler:
         Raises:
             AssertionError: Some request is in two places or in none, or a count is off.
         """
-        ranks = [_rank(request) for request in self.running]
-        assert ranks == sorted(ranks), f"running is out of order: {self.running}"
-        assert len(self.running) <= self._config.max_num_seqs, f"{len(self.running)} requests run"
+        running, waiting = self.running, self.waiting.unordered()
+        ranks = [_rank(request) for request in running]
+        assert ranks == sorted(ranks), f"running is out of order: {running}"
+        assert len(running) <= self._config.max_num_seqs, f"{len(running)} requests run"
         assert len(self.in_flight) <= self._capacity.max_concurrent_plans
-        waiting = self.waiting.unordered()
-        assert all(request.status is RequestStatus.RUNNING for request in self.running), self.running
-        assert not any(request.status is RequestStatus.RUNNING for request in waiting), waiting
-        assert not any(request.num_computed_tokens for request in waiting), f"who waits has computed: {waiting}"
-        placeholders = dict.fromkeys([*self.running, *waiting], 0)
+        num_sampling = dict.fromkeys(running, 0) | dict.fromkeys(waiting, 0)
         for request, row, _ in self.in_flight.wanted():
-            placeholders[request] += row.samples
-        for request, num_placeholders in placeholders.items():
-            assert request.num_placeholders == num_placeholders, f"{request}: placeholders are not in flight"
+            num_sampling[request] += row.samples
+        for request in running:
+            assert request.status is RequestStatus.RUNNING, f"{request} is in the running list"
+        for request in waiting:
+            assert request.status is not RequestStatus.RUNNING, f"{request} waits"
+            assert request.num_computed_tokens == 0, f"{request} waits and has computed tokens"
+        for request, num_placeholders in num_sampling.items():
             num_total = request.num_tokens + num_placeholders
+            assert request.num_placeholders == num_placeholders, f"{request}: placeholders are not in flight"
             assert request.num_processed_tokens <= request.num_computed_tokens <= num_total, f"{request}: counts"
             assert num_total <= request.max_num_tokens, f"{request}: too many tokens are coming"
             assert request.num_yields <= MAX_YIELDS, f"{request} had to yield {request.num_yields} times"

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import json
-import random
+import logging
 import shutil
 import subprocess
 import sys
-import unicodedata
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +16,7 @@ from tokenizers import processors
 from engine.client.tokenizer import Tokenizer, load_tokenizer
 from engine.errors import CheckpointError, InvalidRequest, UnsupportedModel
 
-SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>", "<file_sep>", "<|im_start", "im_end|>"]
-CODE = [
-    "def f(x):\n    return x**2\n",
-    "for(int i=0;i<10;++i){a[i]=0x1F;}",
-    "SELECT * FROM t;",
-    '{"a": [1, 2.5e-3]}',
-    "\t\t//",
-]
-WORDS = [
-    "it's",
-    "WE'LL",
-    "hello",
-    " world",
-    "naïve",
-    "Zürich",
-    "3.14159",
-    "1,000,000",
-    "2026-01-31",
-    "user@example.org",
-]
+DrawTexts = Callable[[int, int], list[str]]
 
 
 @pytest.fixture(scope="module")
@@ -50,50 +31,11 @@ def oracle(smollm2_folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(smollm2_folder)
 
 
-def characters_by_category() -> dict[str, list[str]]:
-    by_category: dict[str, list[str]] = {}
-    for code in range(0x30000):
-        category = unicodedata.category(chr(code))
-        if category != "Cs":
-            by_category.setdefault(category, []).append(chr(code))
-    return by_category
-
-
-def drawn_texts(count: int, seed: int) -> list[str]:
-    """Texts of every Unicode category, whitespace runs, digits, code, special tokens, emoji and combining marks."""
-    draw = random.Random(seed)
-    categories = characters_by_category()
-    kinds = sorted(categories)
-
-    def piece() -> str:
-        match draw.randrange(9):
-            case 0:
-                return "".join(draw.choices(categories[draw.choice(kinds)], k=draw.randrange(1, 5)))
-            case 1:
-                return "".join(draw.choices(" \t\n\r\x0b\x0c\u00a0\u2003\u3000\u200b", k=draw.randrange(1, 8)))
-            case 2:
-                return "".join(draw.choices("0123456789\u0660\u0661\u0662²½Ⅷ", k=draw.randrange(1, 7)))
-            case 3:
-                return draw.choice(CODE)
-            case 4:
-                return draw.choice(SPECIAL)
-            case 5:
-                return "".join(draw.choices(["👩‍👩‍👧", "🏳️‍🌈", "👍🏽", "🇨🇭", "😀", "❤️"], k=draw.randrange(1, 3)))
-            case 6:
-                return draw.choice("aeoñк한") + "".join(
-                    draw.choices("\u0301\u0308\u0327\u20dd\u0591", k=draw.randrange(1, 4))
-                )
-            case 7:
-                return "".join(chr(draw.randrange(0x20, 0x7F)) for _ in range(draw.randrange(1, 12)))
-            case _:
-                return draw.choice(WORDS)
-
-    return ["".join(piece() for _ in range(draw.randrange(0, 9))) for _ in range(count)]
-
-
 @pytest.mark.slow
-def test_ids_equal_those_of_transformers_on_two_thousand_drawn_texts(smollm2: Tokenizer, oracle: Any) -> None:
-    texts = drawn_texts(2000, seed=20)
+def test_ids_equal_those_of_transformers_on_two_thousand_drawn_texts(
+    smollm2: Tokenizer, oracle: Any, draw_texts: DrawTexts
+) -> None:
+    texts = draw_texts(2000, 20)
     expected = oracle(texts)["input_ids"]
     for text, ids in zip(texts, expected, strict=True):
         assert smollm2.encode(text) == ids, text
@@ -104,26 +46,25 @@ def test_ids_equal_those_of_transformers_on_two_thousand_drawn_texts(smollm2: To
 
 @pytest.mark.slow
 def test_ids_equal_those_of_transformers_own_gguf_reading_where_no_digits_meet(
-    smollm2: Tokenizer, smollm2_folder: Path
+    smollm2: Tokenizer, smollm2_folder: Path, draw_texts: DrawTexts
 ) -> None:
     """It reads neither this file's pre-tokenizer nor all its control tokens; apart from these it is right."""
     from transformers import AutoTokenizer
 
     gguf_oracle = AutoTokenizer.from_pretrained(smollm2_folder, gguf_file="model.gguf")
-    named = set(SPECIAL[:3])
+    special = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>", "<file_sep>"]
     texts = [
         text
-        for text in drawn_texts(2000, seed=21)
-        if not any(character.isnumeric() for character in text)
-        and not any(token in text for token in SPECIAL if token not in named)
+        for text in draw_texts(2000, 21)
+        if not any(character.isnumeric() for character in text) and not any(token in text for token in special[3:])
     ]
     assert len(texts) > 500
     for text, ids in zip(texts, gguf_oracle(texts)["input_ids"], strict=True):
         assert smollm2.encode(text) == ids, text
 
 
-def test_round_trip_gives_the_text_back(smollm2: Tokenizer) -> None:
-    for text in drawn_texts(200, seed=22):
+def test_round_trip_gives_the_text_back(smollm2: Tokenizer, draw_texts: DrawTexts) -> None:
+    for text in draw_texts(200, 22):
         assert smollm2.decode(smollm2.encode(text), skip_special_tokens=False) == text
 
 
@@ -237,8 +178,44 @@ def test_template_file_stands_above_the_configuration_and_an_own_one_above_both(
     assert own.encode_chat(messages) == [*b"own", 256]
 
 
+def test_further_templates_of_a_folder_have_the_names_of_their_files(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    (folder / "chat_template.json").write_text('{"chat_template": "processor"}')
+    messages = [{"role": "user", "content": "a"}]
+    assert load_tokenizer(folder).apply_chat_template(messages) == "processor"
+    (folder / "chat_template.jinja").write_text("plain")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("with tools")
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.apply_chat_template(messages) == "plain"
+    assert tokenizer.apply_chat_template(messages, tools=[{"name": "f"}]) == "with tools"
+
+
+def test_template_that_is_none_is_named(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path, tokenizer_config={"chat_template": [{"name": "default"}]})
+    with pytest.raises(CheckpointError, match="chat_template must be text or a list of named texts"):
+        load_tokenizer(folder)
+
+
+def test_generation_config_gives_defaults_and_the_rest_of_it_is_named_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    wished = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": None, "do_sample": True, "eos_token_id": [1, 2]}
+    ignored = {"no_repeat_ngram_size": 3, "max_new_tokens": 2048, "length_penalty": None}
+    folder = write_folder(tmp_path, generation_config=wished | ignored | {"transformers_version": "4.51"})
+    assert load_tokenizer(folder).sampling_defaults == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
+    (record,) = caplog.records
+    assert record.getMessage().endswith(
+        "generation_config.json asks for what is not obeyed: max_new_tokens, no_repeat_ngram_size"
+    )
+    (folder / "generation_config.json").write_text('{"temperature": "hot"}')
+    with pytest.raises(CheckpointError, match=r"generation_config\.json: temperature must be a finite number"):
+        load_tokenizer(folder)
+
+
 def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
+    with pytest.raises(CheckpointError, match=r"has neither tokenizer\.json nor tokenizer\.model"):
         load_tokenizer(tmp_path)
     folder = write_folder(tmp_path)
     (folder / "tokenizer_config.json").write_text("{")

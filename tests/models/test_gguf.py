@@ -4,6 +4,7 @@ import contextlib
 import json
 import random
 import struct
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+import regex
 import torch
 from gguf import GGMLQuantizationType as Quantization
 from safetensors.torch import load_file
@@ -20,6 +22,7 @@ from engine.client.tokenizer import load_tokenizer
 from engine.errors import CheckpointError, ModelError, UnsupportedModel
 from engine.models.convert import convert, to_bfloat16
 from engine.models.gguf import GgufFile
+from engine.models.gguf_tokenizer import read_tokenizer
 
 HIDDEN, INNER, HEADS, KV_HEADS, LAYERS, CONTEXT = 64, 96, 4, 2, 2, 128
 CONTROL = ["<|begin|>", "<|end|>", "<|turn|>"]
@@ -163,18 +166,26 @@ def hf_name(name: str) -> str:
     ],
     ids=lambda form: form.name,
 )
-def test_weights_are_dequantized_unpermuted_and_rounded_to_bfloat16(tmp_path: Path, quantization: Quantization) -> None:
+def test_weights_are_dequantized_and_unpermuted_and_keep_their_type_or_become_bfloat16(
+    tmp_path: Path, quantization: Quantization
+) -> None:
     weights = llama_weights()
     folder = converted(write_gguf(tmp_path / "tiny.gguf", weights, quantization=quantization))
     tensors = load_file(folder / "model.safetensors")
+    dtype = {Quantization.F32: torch.float32, Quantization.F16: torch.float16}.get(quantization, torch.bfloat16)
+    config = json.loads((folder / "config.json").read_text())
+    assert f"torch.{config['dtype']}" == str(dtype)
+    assert config["gguf_file_type"] == quantization.name
     assert tensors.keys() == {hf_name(name) for name in weights}
     for name, weight in weights.items():
         form = quantization if weight.ndim > 1 else Quantization.F32
         expected = gguf.quants.dequantize(gguf.quants.quantize(weight, form), form)
-        assert torch.equal(tensors[hf_name(name)], torch.tensor(expected).to(torch.bfloat16)), name
+        assert torch.equal(tensors[hf_name(name)], torch.tensor(expected).to(dtype)), name
 
 
-@pytest.mark.parametrize("quantization", [Quantization.Q4_K, Quantization.Q6_K], ids=lambda form: form.name)
+@pytest.mark.parametrize(
+    "quantization", [Quantization.Q4_K, Quantization.Q5_K, Quantization.Q6_K], ids=lambda form: form.name
+)
 def test_k_quantized_rows_are_those_of_the_gguf_package(tmp_path: Path, quantization: Quantization) -> None:
     path = tmp_path / "k.gguf"
     block, size = gguf.GGML_QUANT_SIZES[quantization]
@@ -198,7 +209,7 @@ def test_large_tensors_come_in_chunks_that_make_the_whole(tmp_path: Path, monkey
     weights = llama_weights()
     tensors = load_file(converted(write_gguf(tmp_path / "tiny.gguf", weights)) / "model.safetensors")
     for name, weight in weights.items():
-        assert torch.equal(tensors[hf_name(name)], torch.tensor(weight).to(torch.bfloat16)), name
+        assert torch.equal(tensors[hf_name(name)], torch.tensor(weight)), name
 
 
 def test_bfloat16_rounding_is_that_of_torch_for_every_kind_of_number() -> None:
@@ -233,7 +244,9 @@ def test_configuration_comes_from_the_metadata(tmp_path: Path) -> None:
         "rope_theta": 50000.0,
         "tie_word_embeddings": True,
         "vocab_size": len(TOKENS),
-        "dtype": "bfloat16",
+        "dtype": "float32",
+        "gguf_file_type": "F32",
+        "pad_token_id": None,
         "bos_token_id": TOKENS.index("<|begin|>"),
         "eos_token_id": TOKENS.index("<|end|>"),
     }
@@ -251,6 +264,27 @@ def test_every_end_token_of_the_file_ends_a_text(tmp_path: Path) -> None:
     turn = TOKENS.index("<|turn|>")
     path = write_gguf(tmp_path / "tiny.gguf", llama_weights(), edit=lambda writer: writer.add_eot_token_id(turn))
     assert load_tokenizer(converted(path)).eos_token_ids == (TOKENS.index("<|end|>"), turn)
+
+
+def test_markers_known_to_end_a_turn_end_a_text_where_the_file_names_one_end_alone(tmp_path: Path) -> None:
+    tokens = [*TOKENS[:-1], "<|im_end|>"]
+
+    def edit(writer: gguf.GGUFWriter) -> None:
+        for section in writer.kv_data:
+            section.pop("tokenizer.ggml.token_type", None)
+        writer.add_token_types([3 if token in {*CONTROL, "<|im_end|>"} else 1 for token in tokens])
+
+    path = write_gguf(tmp_path / "tiny.gguf", llama_weights(), tokens=tokens, edit=edit)
+    assert load_tokenizer(converted(path)).eos_token_ids == (TOKENS.index("<|end|>"), len(tokens) - 1)
+
+
+def test_named_templates_of_the_file_are_all_kept(tmp_path: Path) -> None:
+    templates = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "with tools"}]
+    path = write_gguf(tmp_path / "tiny.gguf", llama_weights(), edit=lambda writer: writer.add_chat_template(templates))
+    tokenizer = load_tokenizer(converted(path))
+    messages = [{"role": "user", "content": "a"}]
+    assert tokenizer.apply_chat_template(messages) == "plain"
+    assert tokenizer.apply_chat_template(messages, tools=[{"name": "f"}]) == "with tools"
 
 
 def test_begin_and_end_tokens_are_added_as_the_file_asks(tmp_path: Path) -> None:
@@ -304,6 +338,40 @@ def test_ids_of_each_pre_tokenizer_equal_those_of_transformers(tmp_path: Path, p
         assert tokenizer.encode(text) == oracle(text)["input_ids"], text
 
 
+CONTRACTIONS = "'(?i:s|t|re|ve|m|ll|d)"
+CL100K = (
+    rf"{CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+O200K = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+(?:{CONTRACTIONS})?|[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*(?:{CONTRACTIONS})?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+
+
+@pytest.mark.parametrize(
+    ("pre", "patterns"),
+    [
+        ("dbrx", [CL100K]),
+        ("smaug-bpe", [CL100K]),
+        ("deepseek-r1-qwen", [CL100K.replace("{1,3}", "")]),
+        ("gpt-4o", [O200K]),
+        ("refact", [r"\p{N}|\P{N}+", GPT2]),
+        ("starcoder", [r"\p{N}|\P{N}+", GPT2]),
+    ],
+)
+def test_texts_are_split_as_the_published_patterns_split_them(tmp_path: Path, pre: str, patterns: list[str]) -> None:
+    backend = read_tokenizer(GgufFile(write_gguf(tmp_path / "tiny.gguf", llama_weights(), pre=pre))).backend
+    for text in splitting_texts():
+        pieces = [text if pre != "deepseek-r1-qwen" else unicodedata.normalize("NFC", text)]
+        for pattern in patterns:
+            pieces = [part for piece in pieces for part in regex.findall(pattern, piece)]
+        split = backend.pre_tokenizer.pre_tokenize_str("".join(pieces))
+        assert [backend.decoder.decode([part]) for part, _ in split] == pieces, text
+
+
 def test_smollm_splits_every_digit(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(converted(write_gguf(tmp_path / "tiny.gguf", llama_weights(), pre="smollm")))
     assert tokenizer.encode("1234") == [TOKENS.index(digit) for digit in "1234"]
@@ -337,19 +405,21 @@ def test_unknown_tokenizer_model_is_refused_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("edit", "named"),
     [
-        (lambda writer: writer.add_expert_count(8), "expert_count"),
+        (lambda writer: writer.add_attention_scale(0.5), "llama.attention.scale"),
         (lambda writer: writer.add_rope_dimension_count(8), "rope.dimension_count"),
-        (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN), "yarn"),
-        (lambda writer: writer.add_value_length(8), "value heads"),
+        (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.LONGROPE), "longrope"),
+        (lambda writer: writer.add_uint16("split.count", 3), "one of several parts"),
+        (lambda writer: writer.add_value_length(8), "value"),
+        (lambda writer: writer.add_causal_attention(False), "attention.causal"),
     ],
-    ids=["experts", "partial rotary", "scaled rotary", "value width"],
+    ids=["unread metadata", "partial rotary", "scaled rotary", "parts", "value width", "encoders"],
 )
 def test_variants_that_would_run_wrongly_are_refused(tmp_path: Path, edit: Any, named: str) -> None:
     assert named in refusal(tmp_path, UnsupportedModel, edit=edit)
 
 
-def test_rotary_factors_stored_as_a_tensor_are_refused(tmp_path: Path) -> None:
-    weights = {**llama_weights(), "rope_freqs.weight": np.ones(8, np.float32)}
+def test_rotary_factors_that_are_not_those_of_llama_3_are_refused(tmp_path: Path) -> None:
+    weights = {**llama_weights(), "rope_freqs.weight": np.linspace(1, 3, 8, dtype=np.float32)}
     assert "rope_freqs" in refusal(tmp_path, UnsupportedModel, weights)
 
 
@@ -379,8 +449,18 @@ def test_missing_embedding_is_named(tmp_path: Path) -> None:
 
 
 def test_unknown_tensors_are_named(tmp_path: Path) -> None:
-    weights = {**llama_weights(), "blk.0.attn_q.bias": np.ones(HIDDEN, np.float32)}
-    assert "unknown: blk.0.attn_q.bias" in refusal(tmp_path, CheckpointError, weights)
+    weights = {**llama_weights(), "blk.0.attn_q_norm.weight": np.ones(HIDDEN, np.float32)}
+    assert "1 unknown: blk.0.attn_q_norm.weight" in refusal(tmp_path, CheckpointError, weights)
+
+
+def test_many_faults_are_counted_and_the_first_of_each_kind_named(tmp_path: Path) -> None:
+    weights = llama_weights()
+    renamed = {name.replace("blk.1.", "blk.9."): weight for name, weight in weights.items()}
+    message = refusal(tmp_path, CheckpointError, renamed | {"blk.0.ffn_up.weight": np.ones((3, 3), np.float32)})
+    assert "9 missing: blk.1.attn_k.weight, blk.1.attn_norm.weight, " in message
+    assert message.count("blk.9.") == 5
+    assert "and 4 more; 9 unknown: blk.9.attn_k.weight" in message
+    assert "1 misshapen: blk.0.ffn_up.weight has shape [3, 3]" in message
 
 
 def test_misshapen_tensors_are_named_with_both_shapes(tmp_path: Path) -> None:

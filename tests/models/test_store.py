@@ -24,7 +24,8 @@ from tokenizers import pre_tokenizers
 from engine.errors import CheckpointError, ConfigError, UnsupportedModel
 from engine.models import store
 from engine.models.fetch import Wheel
-from engine.models.store import KnownModel, list_models, pull, resolve
+from engine.models.listing import list_models
+from engine.models.store import KnownModel, pull, resolve
 
 ENTRY_FILES = {
     "chat_template.jinja",
@@ -83,6 +84,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder of this test's own."""
     folder = tmp_path / "cache"
     monkeypatch.setenv("METRONOME_CACHE", str(folder))
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     return folder
 
 
@@ -200,7 +202,7 @@ def test_without_pip_the_message_says_how_to_get_it(cache: Path, monkeypatch: py
 def test_gguf_file_is_converted_once_for_its_content(cache: Path, tiny_gguf: Path) -> None:
     folder = resolve(str(tiny_gguf))
     digest = hashlib.sha256(tiny_gguf.read_bytes()).hexdigest()
-    assert folder.name == f"tiny_model-{digest[:16]}-v1"
+    assert folder.name == f"tiny_model-{digest[:16]}-v2"
     assert {path.name for path in folder.iterdir()} == ENTRY_FILES
     assert (folder / "model.gguf").read_bytes() == tiny_gguf.read_bytes()
     before = (folder / "model.safetensors").stat()
@@ -241,9 +243,9 @@ def test_folder_without_configuration_or_weights_says_so(cache: Path, tmp_path: 
     [
         (
             "nonsense",
-            "unknown model 'nonsense'; known are SmolLM2-135M-Instruct; a model folder or a .gguf file can be",
+            "unknown model 'nonsense'; known are SmolLM2-135M-Instruct; a model folder, a .gguf file or an id",
         ),
-        ("some-org/Some-Model-1.5", "models are not fetched from a hub by their id yet"),
+        ("nonsense/with/slashes", "an id on the Hugging Face hub (org/name) can be passed as well"),
         ("missing/file.gguf", "GGUF file missing/file.gguf cannot be read: No such file"),
         ("", "unknown model ''"),
         ("~nobody-of-this-name/x", "cannot be looked up"),
@@ -374,6 +376,8 @@ def test_listing_shows_what_is_known_and_what_is_cached(cache: Path, tiny_gguf: 
         64,
     )
     assert mine.size_bytes == sum(path.stat().st_size for path in folder.iterdir())
+    assert (mine.weights, mine.is_whole, known.is_whole) == ("float32", True, False)
+    assert resolve(mine.name) == folder
 
 
 def test_default_model_has_the_pinned_metadata(smollm2_folder: Path) -> None:

@@ -22,7 +22,7 @@ from engine.kv_cache.spec import max_blocks_for
 from engine.metrics import SchedulerStats
 from engine.model_runner.model_runner import ModelRunner
 from engine.models.decoder import Decoder
-from engine.models.registry import DECODERS, BuiltModel, build_model
+from engine.models.registry import DECODERS, BuiltModel, build_model, choose
 from engine.models.transformers_backend import TransformersModel
 from engine.outputs import Capacity, RequestId
 from engine.protocol import EngineCoreRequest
@@ -366,6 +366,7 @@ def test_weights_are_loaded_in_the_calling_thread(gpt2_folder: Path, monkeypatch
     assert not threads
 
 
-def test_remote_code_is_refused_with_the_reason() -> None:
-    with pytest.raises(ConfigError, match="--trust-remote-code: code from a model folder is never run"):
-        EngineConfig(trust_remote_code=True)
+def test_what_would_run_a_model_is_said_without_its_weights() -> None:
+    assert choose({"architectures": ["GPT2LMHeadModel"]}).startswith("transformers' model, if it passes the guard")
+    with pytest.raises(UnsupportedModel, match="NovelForCausalLM"):
+        choose({"architectures": ["NovelForCausalLM"]})

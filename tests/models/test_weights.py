@@ -101,7 +101,21 @@ def test_a_folder_without_safetensors_is_refused(tmp_path: Path) -> None:
 
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     (write_shards(tmp_path, make_tensors()) / "b.safetensors").unlink()
-    with pytest.raises(CheckpointError, match=r"b\.safetensors is missing"):
+    with pytest.raises(CheckpointError, match=r"1 of 2 files that .*index\.json names are missing: b\.safetensors"):
+        load(tmp_path)
+
+
+def test_an_index_that_points_out_of_its_folder_is_refused(tmp_path: Path) -> None:
+    write_shards(tmp_path, make_tensors())
+    (tmp_path / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../b.safetensors"}}')
+    with pytest.raises(CheckpointError, match=r"names files outside its folder: \.\./b\.safetensors"):
+        load(tmp_path)
+
+
+def test_a_tensor_in_two_shards_is_named(tmp_path: Path) -> None:
+    write_shards(tmp_path, make_tensors())
+    save_file(make_tensors(), tmp_path / "b.safetensors")
+    with pytest.raises(CheckpointError, match=rf"repeated: {NAMES[0]} in b\.safetensors"):
         load(tmp_path)
 
 

@@ -68,3 +68,18 @@ async def test_one_refused_prompt_refuses_the_request_and_frees_the_others(serve
     answer = await served.post({"prompt": ["fine", [2**30]], "stream": True}, "/v1/completions")
     assert answer.status == 400
     await served.wait_counts(lambda running, waiting, used: running == waiting == used == 0)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+async def test_the_models_own_defaults_of_sampling_hold_where_a_request_says_nothing(served, path):
+    asked = {"prompt": "once"} if path == "/v1/completions" else {"messages": [{"role": "user", "content": "once"}]}
+
+    async def choice(**fields):
+        body = {**asked, "max_tokens": 8, "ignore_eos": True, "seed": 3, **fields}
+        return (await served.post(body, path)).json()["choices"]
+
+    greedy, drawn = await choice(temperature=0), await choice()
+    assert greedy != drawn
+    served.engine.tokenizer.sampling_defaults["temperature"] = 0.0
+    assert await choice() == greedy
+    assert await choice(temperature=1) == drawn
