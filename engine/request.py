@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from engine.outputs import FinishReason, TokenArray
+from engine.outputs import BlockId, FinishReason, TokenArray
 from engine.protocol import EngineCoreEvent, EngineCoreRequest, SessionPart
 from engine.sampling_params import RepetitionDetection, SamplingParams
 
@@ -152,11 +152,13 @@ class Shortage(NamedTuple):
         num_blocks: Free blocks it would have taken in the end.
         num_new: Tokens it would have computed.
         next_block: Hash and group of the first block that was not cached; None where nothing more can be hit.
+        free_hit: The first cached block that nobody used then: once somebody does, fewer are needed.
     """
 
     num_blocks: int
     num_new: int
     next_block: tuple[bytes, int] | None
+    free_hit: BlockId | None
 
 
 class Request:
@@ -173,7 +175,8 @@ class Request:
         reads_prefix_cache: Whether it may take what others computed; what it computes can be hit in any case.
         arrival_number: Place in the order of arrival; set by the core.
         place: Urgency and position in the order of the policy; set by the scheduler each time it waits.
-        num_prompt_tokens: Length of the prompt.
+        num_prompt_tokens: Length of the prompt; in a session, of all that stands before the present turn's output.
+        num_tokens_before: Tokens that a session had before the present turn's part; 0 in its first.
         max_num_tokens: Length, prompt included, at which it ends with reason `length`.
         tokens: Prompt and all sampled tokens; extended by `append` and `begin_turn` alone.
         num_tokens: Known tokens: the prompt and what was sampled and committed.
@@ -214,6 +217,7 @@ class Request:
         "num_processed_tokens",
         "num_prompt_tokens",
         "num_tokens",
+        "num_tokens_before",
         "num_yields",
         "place",
         "priority",
@@ -238,7 +242,7 @@ class Request:
         self.arrival_number = arrival_number
         self.place = (0, arrival_number)
         self.tokens = AppendOnlyArray(request.prompt_token_ids)
-        self.num_tokens = 0
+        self.num_tokens = self.num_tokens_before = 0
         self._take_params(request.sampling_params, max_model_len)
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
@@ -304,6 +308,8 @@ class Request:
         """
         if self.num_output_tokens:
             self.tokens.drop_last()
+        self.num_tokens_before = len(self.tokens)
+        self.num_yields = self.num_overtaken = 0
         for token_id in part.prompt_token_ids:
             self.tokens.append(token_id)
         self._take_params(part.sampling_params, max_model_len)

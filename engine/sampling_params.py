@@ -43,7 +43,7 @@ class OutputKind(enum.StrEnum):
     FINAL_ONLY = "final_only"
 
 
-class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True):
+class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """When output that goes round in circles is ended, with finish reason `repetition`.
 
     Attributes:

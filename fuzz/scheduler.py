@@ -415,6 +415,7 @@ class Simulation:
         self._has_broken_rows = self._has_broken_rows or bool(guilty)
         driver.finish_step(broken=guilty, more=more)
         broken = launched.output.failed if launched.output is not None else {}
+        self._has_broken_rows = self._has_broken_rows or bool(broken)
         for name, number in numbers.items():
             if name in broken:
                 continue  # its grammar allowed nothing more

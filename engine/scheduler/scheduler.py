@@ -22,7 +22,7 @@ from bisect import insort
 from engine.config import EngineConfig
 from engine.errors import Cause
 from engine.kv_cache.manager import KVCacheManager
-from engine.outputs import Capacity, ModelRunnerOutput, RequestId, ScheduledRequest, SchedulerOutput
+from engine.outputs import BlockId, Capacity, ModelRunnerOutput, RequestId, ScheduledRequest, SchedulerOutput
 from engine.protocol import EngineCoreEvent, PauseMode
 from engine.request import Request, RequestStatus, append_sampled
 from engine.scheduler.admission import MAX_YIELDS, Admission, is_protected
@@ -182,7 +182,7 @@ class Scheduler:
 
     # Taking in a result
 
-    def update(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[RowResult]:
+    def update(self, plan: SchedulerOutput, output: ModelRunnerOutput, now: float) -> list[RowResult]:
         """Append what `plan` sampled; the caller ends the requests whose result says so.
 
         Raises:
@@ -199,8 +199,21 @@ class Scheduler:
             for (request, row, generation), token_ids in zip(rows, output.sampled_token_ids, strict=True)
             if generation == request.generation
         ]
+        if output.failed:
+            self._distrust([(request, row) for request, row, _ in rows if request.request_id in output.failed], now)
         self._settle()
         return results
+
+    def _distrust(self, failed: list[tuple[Request, ScheduledRequest]], now: float) -> None:
+        """Let nobody use what rows that failed alone have computed; who does computes anew."""
+        suspect: set[BlockId] = set()
+        for request, row in failed:
+            suspect |= self._kv_cache.forget(request, row.start)
+        guilty = {request for request, _ in failed}
+        for request in reversed(tuple(self.running)):
+            if request not in guilty and self._kv_cache.relies_on(request, suspect):
+                self.preempt(request, now)
+                request.rewind(0)
 
     def _take_in(
         self, request: Request, row: ScheduledRequest, token_ids: list[int], failed: dict[RequestId, Cause]
@@ -209,7 +222,6 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             request.num_processed_tokens = row.start + row.num_tokens
         if failed and request.request_id in failed:
-            self._kv_cache.forget(request)
             return request, [], RequestStatus.FINISHED_ERROR, failed[request.request_id]
         if row.samples and not token_ids:
             cause = Cause("NothingSampled", "the model runner gave no token and no reason")
@@ -246,6 +258,10 @@ class Scheduler:
         """Give `request` its place in the order; it waits once it is added."""
         request.place = self._policy.place(request)
 
+    def begin_turn(self, request: Request) -> None:
+        """Give a session that has got its next part its place; it waits once it is added."""
+        request.place = self._policy.place_turn(request)
+
     def add(self, request: Request) -> None:
         """Let `request` wait to be admitted."""
         self.waiting.add(request)
@@ -269,7 +285,6 @@ class Scheduler:
         """Let go of a session whose turn is done, wherever it is; its rows in flight are void."""
         self._leave(request)
         request.rewind(0)
-        request.place = self._policy.place_again(request)
 
     def remove(self, request: Request) -> None:
         """Let go of a request that ends, wherever it is; rows in flight keep their blocks until settled."""
