@@ -135,7 +135,9 @@ def _parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> 
     if rest and hasattr(options, "words") and not any(word.startswith("-") for word in rest):
         options.words = [*options.words, *rest]
     elif rest:
-        getattr(options, "verb_parser", parser).error(f"unrecognized arguments: {' '.join(rest)}")
+        is_named = any(word.partition("=")[0] == "--model" for word in rest)
+        hint = "; the model is the first word behind the verb, without a flag" if is_named else ""
+        getattr(options, "verb_parser", parser).error(f"unrecognized arguments: {' '.join(rest)}{hint}")
     return options
 
 

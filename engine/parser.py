@@ -24,7 +24,9 @@ CHAT = (
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    parser = argparse.ArgumentParser(prog="metronome", description="An LLM inference engine on Trio.")
+    parser = argparse.ArgumentParser(
+        prog="metronome", description="An LLM inference engine on Trio.", allow_abbrev=False
+    )
     parser.add_argument("--version", action="version", version=f"metronome {__version__}")
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     _add_serve(verbs)
@@ -39,7 +41,7 @@ def _add_verb(verbs: Verbs, name: str, usage: str, text: str, description: str =
     """Add a verb with a usage line that fits a screen; `text` stands in the list, above the flags `description`."""
     usage = f"%(prog)s {usage}"
     verb: argparse.ArgumentParser = verbs.add_parser(
-        name, help=text, usage=usage, description=description or f"{text[0].upper()}{text[1:]}."
+        name, allow_abbrev=False, help=text, usage=usage, description=description or f"{text[0].upper()}{text[1:]}."
     )
     return verb
 
@@ -76,7 +78,9 @@ def _add_chat(verbs: Verbs) -> None:
 
 def _add_benches(verbs: Verbs) -> None:
     """Add `bench NAME`; all share --json, --config, --seed and the engine's flags."""
-    parser = verbs.add_parser("bench", help="measure", description="Measure; see `bench NAME --help`.")
+    parser = verbs.add_parser(
+        "bench", allow_abbrev=False, help="measure", description="Measure; see `bench NAME --help`."
+    )
     benches = parser.add_subparsers(dest="bench", required=True, metavar="NAME")
 
     verb = _add_verb(benches, "throughput", "[MODEL] [flags]", "all prompts at once, in this process")

@@ -20,7 +20,7 @@ TARGETS = {
 
 def main() -> None:
     """Parse the command line and run the target."""
-    parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m fuzz", description=__doc__, allow_abbrev=False)
     parser.add_argument("target", choices=sorted(TARGETS))
     parser.add_argument("--minutes", type=float, default=10.0, help="how long to run (default 10)")
     parser.add_argument("--seed", type=int, default=0, help="of the histories (default 0)")

@@ -309,6 +309,14 @@ def test_check_of_the_default_model_names_the_own_decoder(smollm2_folder: Path) 
     assert "model.gguf: LlamaForCausalLM, the own decoder runs it; context 8192 tokens, bfloat16 from Q4_1" in shown
 
 
+@pytest.mark.parametrize("verb", ["generate", "chat", "serve"])
+def test_flags_are_not_abbreviated_and_the_model_is_no_flag(verb: str) -> None:
+    result = run(verb, "--model", "null", "x")
+    assert result.returncode == 2
+    assert "unrecognized arguments: --model" in result.stderr
+    assert "the model is the first word behind the verb, without a flag" in result.stderr
+
+
 def test_code_of_a_model_is_refused_with_the_reason() -> None:
     result = run("generate", "null", "x", "--trust-remote-code")
     assert result.returncode == 2

@@ -24,7 +24,9 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 """What generation_config.json says of sampling; those that `SamplingParams` has are obeyed."""
 _NO_SAMPLING = frozenset(
     {"do_sample", "transformers_version", "_from_model_config", "cache_implementation", "use_cache", "max_length"}
+    | {"output_attentions", "output_hidden_states"}
 )
+_MAX_TOKEN_ID = 2**31 - 1
 
 
 class TokenizerFiles(NamedTuple):
@@ -136,11 +138,20 @@ def _read_json(path: Path) -> dict[str, Any]:
         return {}
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} must hold a JSON object, got {type(content).__name__}")
     return content
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise CheckpointError(f"{path} is not UTF-8 text: {error}") from error
 
 
 def _named_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
@@ -149,7 +160,14 @@ def _named_tokens(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     if "added_tokens_decoder" not in config:
         entries |= _read_json(folder / "special_tokens_map.json")
     tokens = {name: entries[name] for name in _NAMED_TOKENS if entries.get(name) is not None}
-    return {name: token["content"] if isinstance(token, dict) else str(token) for name, token in tokens.items()}
+    return {name: _content(folder, name, token) for name, token in tokens.items()}
+
+
+def _content(folder: Path, name: str, token: Any) -> str:
+    content = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(content, str):
+        raise CheckpointError(f"{folder}: {name} must be text or an object with a content, got {token!r:.200}")
+    return content
 
 
 def _mark_named_tokens(backend: tokenizers.Tokenizer, named: dict[str, str]) -> None:
@@ -162,7 +180,7 @@ def _template_sources(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     path = folder / "chat_template.jinja"
     if path.is_file():
         named = {file.stem: file for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))}
-        return {name: file.read_text(encoding="utf-8") for name, file in (named | {"default": path}).items()}
+        return {name: _read_text(file) for name, file in (named | {"default": path}).items()}
     template = config.get("chat_template", _read_json(folder / "chat_template.json").get("chat_template"))
     if template is None or isinstance(template, str):
         return {} if template is None else {"default": template}
@@ -176,7 +194,12 @@ def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, named: dict[str,
     found: list[int] = []
     for name in ("generation_config.json", "config.json"):
         ids = _read_json(folder / name).get("eos_token_id")
-        found += ids if isinstance(ids, list) else [] if ids is None else [ids]
+        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        for token_id in ids:
+            if type(token_id) is not int or not 0 <= token_id <= _MAX_TOKEN_ID:
+                must = f"must hold whole numbers from 0 to {_MAX_TOKEN_ID}"
+                raise CheckpointError(f"{folder / name}: eos_token_id {must}, got {token_id!r:.200}")
+        found += ids
     own = backend.token_to_id(named["eos_token"]) if "eos_token" in named else None
     return found if own is None else [*found, own]
 

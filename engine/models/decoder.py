@@ -53,7 +53,7 @@ class Decoder:
         self._embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
         self._embedding_scale = config.embedding_multiplier
         if config.traits.scales_embedding:
-            self._embedding_scale *= torch.tensor(config.hidden_size**0.5, dtype=dtype).item()
+            self._embedding_scale *= torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
         self._layers = [_Layer(config, index, dtype) for index in range(config.num_layers)]
         self._norm = _Norm(config.hidden_size, config, dtype)
         self._head = Linear(self._embedding if config.ties_embeddings else torch.empty_like(self._embedding))

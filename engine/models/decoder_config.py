@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import CheckpointError, UnsupportedModel
+from engine.models.checkpoint import refuse_above_limit
 from engine.models.decoder_traits import NEUTRAL, DecoderTraits
 from engine.models.rope_scaling import number
 from engine.models.rotary import RopeConfig
@@ -135,6 +136,8 @@ def _refuse_variants(config: dict[str, Any], traits: DecoderTraits) -> None:
 
 def _activation(raw: dict[str, Any], traits: DecoderTraits) -> str:
     name = raw.get(traits.activation_key, "silu")
+    if not isinstance(name, str):
+        raise CheckpointError(f"config.json: {traits.activation_key} must be a name, got {name!r}")
     if name not in traits.activations:
         known = ", ".join(traits.activations)
         raise UnsupportedModel(f"{traits.activation_key} {name!r} is not supported; only {known} are")
@@ -178,7 +181,7 @@ def _ropes(
 
 def _windows(raw: dict[str, Any], traits: DecoderTraits, rotates: tuple[bool, ...]) -> tuple[int | None, ...]:
     size = raw.get("sliding_window")
-    if size is not None and (not isinstance(size, int) or size < 1):
+    if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
         raise CheckpointError(f"config.json: sliding_window must be a whole number above 0 or null, got {size!r}")
     if traits.windows == "none" or (traits.switches_windows and not _flag(raw, "use_sliding_window")):
         size = None
@@ -234,6 +237,7 @@ def _count(raw: dict[str, Any], key: str, default: int | None = None, *, least: 
         value = default
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise CheckpointError(f"config.json: {key} must be a whole number above {least - 1}, got {value!r}")
+    refuse_above_limit(key, value)
     return value
 
 

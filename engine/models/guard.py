@@ -104,6 +104,12 @@ class _Draw:
         return self._alone[name]
 
 
+def strange_layer_types(config: Any) -> list[str]:
+    """Return the kinds of layers that a configuration of transformers names and that are not run."""
+    kinds = set(map(str, getattr(config, "layer_types", None) or ()))
+    return sorted(kinds - {"full_attention", "sliding_attention"})
+
+
 def tolerance(dtype: torch.dtype, num_layers: int) -> float:
     """Return by how much of a row's spread two ways to the same logits may differ.
 
@@ -166,9 +172,9 @@ class _Counting(TorchFunctionMode):
 
 
 def _check_layer_types(body: Body, config: Any) -> None:
-    kinds = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = strange_layer_types(config)
     if kinds:
-        _refuse(body, "layer types", f"{', '.join(sorted(map(str, kinds)))} is neither full nor sliding attention")
+        _refuse(body, "layer types", f"{', '.join(kinds)} is neither full nor sliding attention")
 
 
 def _probe(body: Body, config: Any, max_positions: int) -> TransformersShape:

@@ -175,7 +175,7 @@ def _missing_weights(folder: Path) -> list[str]:
         try:
             files: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
             return sorted({str(name) for name in files.values() if not (folder / str(name)).is_file()})
-        except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
             return ["readable model.safetensors.index.json"]
     return [] if any(folder.glob("*.safetensors")) else ["*.safetensors file"]
 

@@ -73,7 +73,7 @@ def context_of(config: dict[str, Any]) -> int:
 def _of(folder: Path, name: str, is_whole: bool = True) -> ModelListing:
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         config = {}
     config = config if isinstance(config, dict) else {}
     architectures = config.get("architectures")

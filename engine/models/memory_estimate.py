@@ -11,31 +11,39 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv_cache.spec import KVCacheSpec, max_blocks_for
-from engine.models.checkpoint import read_config, stored_tensors
+from engine.models.checkpoint import ITEM_SIZES_BYTES, StoredTensor, read_config, refuse_above_limit, stored_tensors
 
-ITEM_SIZES_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _MIB = 2**20
+_MAX_MODEL_LEN = 2**24
+"""The most that --max-model-len takes."""
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class MemoryEstimate(NamedTuple):
     """Bytes of memory, at least; set by `estimate_memory`.
 
     Attributes:
-        weights_bytes: All tensors, in the type they will have.
+        weights_bytes: All tensors, in the type they will have; an embedding that is the head too counts twice, for
+            the head is reordered.
         loading_bytes: The largest tensor as it is stored, which lies beside its copy while it is converted.
         kv_bytes: Keys and values of one request of `max_model_len` tokens.
+        rotary_bytes: The cosines and sines of that many positions.
         logits_bytes: The scores of the requests of one full step, in float32.
         max_model_len: The context that was asked for, or the model's own; 0 where neither is known.
-        longest: The longest context whose K/V fits `available_bytes` beside the weights.
+        longest: The longest context, of those that can be asked for, whose K/V and rotary table fit `available_bytes`
+            beside the weights.
         available_bytes: What there is.
     """
 
     weights_bytes: int
     loading_bytes: int
     kv_bytes: int
+    rotary_bytes: int
     logits_bytes: int
     max_model_len: int
     longest: int
@@ -44,13 +52,13 @@ class MemoryEstimate(NamedTuple):
     @property
     def peak_bytes(self) -> int:
         """The most that is needed at one time."""
-        return self.weights_bytes + max(self.loading_bytes, self.kv_bytes + self.logits_bytes)
+        return self.weights_bytes + max(self.loading_bytes, self.kv_bytes + self.rotary_bytes + self.logits_bytes)
 
     def __str__(self) -> str:
         return (
             f"{_mib(self.peak_bytes)} of memory at least: weights {_mib(self.weights_bytes)} and, while loading, "
             f"{_mib(self.loading_bytes)}; then K/V of one request of {self.max_model_len} tokens "
-            f"{_mib(self.kv_bytes)}, logits {_mib(self.logits_bytes)}"
+            f"{_mib(self.kv_bytes)}, its rotary table {_mib(self.rotary_bytes)}, logits {_mib(self.logits_bytes)}"
         )
 
 
@@ -58,17 +66,16 @@ def estimate_memory(folder: Path, config: EngineConfig, available_bytes: int) ->
     """Return what the model of `folder` needs under `config`.
 
     Raises:
-        CheckpointError: A file is missing or unreadable.
+        CheckpointError: A file is missing or unreadable, or a number in config.json makes no sense.
     """
     raw = read_config(folder)
     raw = raw.get("text_config") or raw
     tensors = list(stored_tensors(folder))
     dtype = config.dtype if config.dtype != "auto" else raw.get("dtype") or raw.get("torch_dtype")
     item_size_bytes = ITEM_SIZES_BYTES.get(str(dtype), 0)
-    weights_bytes = loading_bytes = 0
+    weights_bytes, loading_bytes = _second_head_bytes(tensors, item_size_bytes), 0
     for tensor in tensors:
-        stored = ITEM_SIZES_BYTES.get(tensor.dtype)
-        size_bytes = tensor.size_bytes // stored * (item_size_bytes or stored) if stored else tensor.size_bytes
+        size_bytes = _size_bytes(tensor, item_size_bytes)
         weights_bytes += size_bytes
         loading_bytes = max(loading_bytes, tensor.size_bytes if size_bytes != tensor.size_bytes else 0)
     max_model_len = config.max_model_len or _number(raw, "max_position_embeddings", "n_positions", "max_seq_len") or 0
@@ -78,10 +85,21 @@ def estimate_memory(folder: Path, config: EngineConfig, available_bytes: int) ->
     def kv_bytes(num_tokens: int) -> int:
         return _kv_bytes(spec, num_tokens, config) if spec is not None and num_tokens else 0
 
+    def rotary_bytes(num_tokens: int) -> int:
+        return num_tokens * spec.head_dim * spec.item_size_bytes if spec is not None else 0
+
     left = available_bytes - weights_bytes - logits_bytes
-    longest = bisect_right(range(max_model_len + 1), left, key=kv_bytes) - 1 if left >= 0 else 0
+    lengths = range(min(max_model_len, _MAX_MODEL_LEN) + 1)
+    longest = bisect_right(lengths, left, key=lambda length: kv_bytes(length) + rotary_bytes(length)) - 1
     return MemoryEstimate(
-        weights_bytes, loading_bytes, kv_bytes(max_model_len), logits_bytes, max_model_len, longest, available_bytes
+        weights_bytes=weights_bytes,
+        loading_bytes=loading_bytes,
+        kv_bytes=kv_bytes(max_model_len),
+        rotary_bytes=rotary_bytes(max_model_len),
+        logits_bytes=logits_bytes,
+        max_model_len=max_model_len,
+        longest=longest,
+        available_bytes=available_bytes,
     )
 
 
@@ -97,11 +115,29 @@ def refuse_what_cannot_fit(folder: Path, config: EngineConfig, available_bytes: 
         return estimate
     if estimate.longest >= 2 and estimate.weights_bytes + estimate.loading_bytes <= available_bytes:
         remedy = f"lower --max-model-len to at most {estimate.longest}"
-    elif config.dtype == "float32":
+    elif config.dtype == "float32" and _fits_as_bfloat16(folder, config, available_bytes):
         remedy = "take --dtype bfloat16, which halves it, or a smaller model"
     else:
         remedy = "take a smaller model"
     raise ConfigError(f"{folder} needs {estimate}; {_mib(available_bytes)} are available: {remedy}, or free memory")
+
+
+def _fits_as_bfloat16(folder: Path, config: EngineConfig, available_bytes: int) -> bool:
+    halved = estimate_memory(folder, msgspec.structs.replace(config, dtype="bfloat16"), available_bytes)
+    return halved.peak_bytes <= available_bytes
+
+
+def _size_bytes(tensor: StoredTensor, item_size_bytes: int) -> int:
+    stored = ITEM_SIZES_BYTES.get(tensor.dtype)
+    return tensor.size_bytes // stored * (item_size_bytes or stored) if stored else tensor.size_bytes
+
+
+def _second_head_bytes(tensors: list[StoredTensor], item_size_bytes: int) -> int:
+    """Return what the head takes where it is the embedding: that is then kept in two orders."""
+    by_name = {tensor.name: tensor for tensor in tensors}
+    if _HEAD in by_name or _EMBEDDING not in by_name:  # a stored head is counted, whether it is read or not
+        return 0
+    return _size_bytes(by_name[_EMBEDDING], item_size_bytes)
 
 
 def _kv_bytes(spec: KVCacheSpec, num_tokens: int, config: EngineConfig) -> int:
@@ -141,6 +177,7 @@ def _number(raw: dict[str, Any], *names: str) -> int | None:
     for name in names:
         value = raw.get(name)
         if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            refuse_above_limit(name, value)
             return value
     return None
 

@@ -9,13 +9,13 @@ from typing import Any, NamedTuple
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import ConfigError, UnsupportedModel
+from engine.errors import CheckpointError, ConfigError, UnsupportedModel
 from engine.models.base import Model
-from engine.models.checkpoint import read_config
+from engine.models.checkpoint import read_config, stored_tensors
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.decoder_traits import DecoderTraits, ExpertNames
-from engine.models.weights import load_weights, resolve_dtype
+from engine.models.weights import check_headers, load_weights, resolve_dtype
 
 _QWEN = {"sliding_window": 4096, "max_window_layers": 28}
 _QWEN3 = _QWEN | {"head_dim": 128}
@@ -126,20 +126,52 @@ DECODERS: dict[str, DecoderTraits] = {
 """Architecture, as config.json names it → traits of `models.decoder`."""
 
 
-def choose(raw: dict[str, Any]) -> str:
-    """Return what would run a model with this config.json, in words; no weights are needed.
+def choose(raw: dict[str, Any], folder: Path | None = None) -> str:
+    """Return what would run a model with this config.json, in words; no weight is loaded.
+
+    Args:
+        raw: The content of config.json.
+        folder: Of the model; what its weight files' headers say is held against `raw`. None where it has none yet.
 
     Raises:
         UnsupportedModel: Nothing would; says why.
-        CheckpointError: A number in it is missing or makes no sense.
+        CheckpointError: A number in it is missing or makes no sense, or the weight files do not fit it.
     """
     try:
-        decoder_config(raw)
-    except UnsupportedModel:
+        shape = decoder_config(raw)
+    except UnsupportedModel as refusal:
         if not _is_known_to_transformers(raw):
             raise
+        if folder is not None:
+            from engine.models import transformers_loading
+
+            try:
+                resolve_dtype("auto", raw, folder)
+                transformers_loading.check(folder, transformers_loading.open_config(folder, raw))
+            except UnsupportedModel as other:
+                raise UnsupportedModel(f"{refusal}. Through transformers: {other}") from other
         return "transformers' model, if it passes the guard when it is loaded,"
+    if folder is not None:
+        resolve_dtype("auto", raw, folder)
+        _check_files(folder, shape)
     return "the own decoder"
+
+
+def _check_files(folder: Path, shape: DecoderConfig) -> None:
+    """Refuse weight files that hold something else than a decoder of `shape` needs, before any of it is allocated."""
+    num_parts = sum(1 if experts is None else experts.num_experts for experts in shape.experts)
+    num_tensors = sum(1 for _ in stored_tensors(folder))
+    if num_parts > num_tensors:
+        raise CheckpointError(
+            f"config.json: {shape.num_layers} layers of {num_parts} MLPs in all, but the weight files of {folder} hold "
+            f"{num_tensors} tensors"
+        )
+    try:
+        with torch.device("meta"):
+            destinations = Decoder(shape, 2, torch.float32).destinations()
+    except (RuntimeError, OverflowError) as error:
+        raise CheckpointError(f"the sizes in the config.json of {folder} make no model: {error}") from error
+    check_headers(folder, destinations)
 
 
 def decoder_config(raw: dict[str, Any]) -> DecoderConfig:
@@ -193,6 +225,7 @@ def build_model(folder: Path, config: EngineConfig, progress: Callable[[int, int
             raise UnsupportedModel(f"{refusal}. Through transformers: {other}") from other
     max_model_len = _max_model_len(config, shape.max_positions, folder)
     dtype = resolve_dtype(config.dtype, raw, folder)
+    _check_files(folder, shape)
     decoder = Decoder(shape, max_model_len, dtype)
     load_weights(folder, decoder.destinations(), progress)
     decoder.pack()

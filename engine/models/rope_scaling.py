@@ -8,6 +8,7 @@ bit. The methods: linear and dynamic NTK interpolation; llama 3.1's; YaRN (arXiv
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -191,13 +192,15 @@ def read_scaling(parameters: dict[str, Any], config: dict[str, Any], dim: int) -
     kind = parameters.get("rope_type", parameters.get("type", "default"))
     if kind == "su" or (kind == "yarn" and "long_factor" in parameters):
         kind = "longrope"  # its names in early phi3 checkpoints
+    if not isinstance(kind, str):
+        raise CheckpointError(f"config.json: rope_type must be a name, got {kind!r}")
     if kind not in _READERS:
         raise UnsupportedModel(f"rope scaling {kind!r} is not supported; only {', '.join(_READERS)} are")
     return _READERS[kind](parameters, config, dim)
 
 
 def number(values: dict[str, Any], key: str, default: float | None = None) -> float:
-    """Return `values[key]`, which must be a number above 0; `default` where it is missing or null.
+    """Return `values[key]`, which must be a finite number above 0; `default` where it is missing or null.
 
     Raises:
         CheckpointError: It is not, or it is missing and there is no default.
@@ -205,8 +208,8 @@ def number(values: dict[str, Any], key: str, default: float | None = None) -> fl
     value = values.get(key)
     if value is None:
         value = default
-    if not isinstance(value, int | float) or isinstance(value, bool) or not value > 0:
-        raise CheckpointError(f"config.json: {key} must be a number above 0, got {value!r}")
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= sys.float_info.max:
+        raise CheckpointError(f"config.json: {key} must be a finite number above 0, got {value!r}")
     return float(value)
 
 
@@ -259,7 +262,10 @@ def _factors(parameters: dict[str, Any], key: str, num_pairs: int) -> tuple[floa
 def _original_max_positions(parameters: dict[str, Any], config: dict[str, Any]) -> int:
     """Return the one beside the rope parameters if there is one, as transformers does, else the one among them."""
     key = "original_max_position_embeddings"
-    return int(number(config if config.get(key) is not None else parameters, key))
+    size = number(config if config.get(key) is not None else parameters, key)
+    if size < 2:  # its logarithm divides
+        raise CheckpointError(f"config.json: {key} must be at least 2, got {size:g}")
+    return int(size)
 
 
 _READERS: dict[str, Callable[[dict[str, Any], dict[str, Any], int], RopeScaling]] = {

@@ -58,7 +58,10 @@ class RopeConfig:
             raise CheckpointError(
                 f"config.json: partial_rotary_factor {share:g} of {head_dim} dimensions is no even number"
             )
-        return cls(dim, number(numbers, "rope_theta"), read_scaling(parameters, config, dim))
+        theta = number(numbers, "rope_theta")
+        if theta <= 1:  # its powers must grow, its logarithm divides
+            raise CheckpointError(f"config.json: rope_theta must be above 1, got {theta:g}")
+        return cls(dim, theta, read_scaling(parameters, config, dim))
 
 
 def inverse_frequencies(config: RopeConfig, max_model_len: int) -> torch.Tensor:

@@ -123,11 +123,7 @@ def resolve(
     if known is None:
         if _is_entry(model):
             return cache_folder() / "models" / model
-        try:
-            path = Path(model).expanduser()
-            is_folder = model != "" and path.is_dir()
-        except (OSError, RuntimeError) as error:
-            raise ConfigError(f"model {model!r} cannot be looked up: {error}") from error
+        path, is_folder = look_up(model)
         on_hub = None if is_folder or path.suffix == ".gguf" else hub.parse_id(model, revision)
         if on_hub is not None:
             progress("fetch", 0, 0)
@@ -144,6 +140,25 @@ def resolve(
         f"unknown model {model!r}; known are {_known_names()}; a model folder, a .gguf file or an id on the Hugging "
         f"Face hub (org/name) can be passed as well"
     )
+
+
+def look_up(model: str) -> tuple[Path, bool]:
+    """Return `model` as a path, and whether that is a folder.
+
+    Raises:
+        ConfigError: It is nothing that could be a path.
+    """
+    try:
+        path = Path(model).expanduser()
+        return path, model != "" and path.is_dir()
+    except (OSError, RuntimeError, ValueError) as error:
+        raise ConfigError(f"model {model!r:.200} cannot be looked up: {error}") from error
+
+
+def cached_folder(model: str) -> Path | None:
+    """Return the folder that the cache has, or would have, of a known model; None where `model` names none."""
+    known = _known(model)
+    return None if known is None else cache_folder() / "models" / known.entry
 
 
 def model_name(model: str) -> str:

@@ -7,7 +7,9 @@ files or converts tensor by tensor, and holds nothing twice. What it would fill 
 
 from __future__ import annotations
 
+import copy
 import logging
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -19,8 +21,8 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.errors import CheckpointError, UnsupportedModel
-from engine.models.checkpoint import weight_files
-from engine.models.guard import inspect
+from engine.models.checkpoint import MAX_LAYERS, stored_tensors, weight_files
+from engine.models.guard import inspect, strange_layer_types
 from engine.models.transformers_backend import ATTENTION_NAME, Body, TransformersModel
 from engine.models.weights import NEVER_READ, name_faults
 
@@ -30,6 +32,8 @@ os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # its loading threads are waited f
 
 ARCHITECTURES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 """The causal language models that this transformers has."""
+_MAX_UNSTORED = 2
+"""The most numbers that a model has for each that is stored: some compute tables, which are parameters to them."""
 
 
 def open_config(folder: Path, raw: dict[str, Any]) -> PretrainedConfig:
@@ -66,6 +70,44 @@ def max_positions(config: PretrainedConfig) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
+def check(folder: Path, config: PretrainedConfig) -> None:
+    """Refuse what needs no weights to be refused: strange layers, and sizes beyond all that the weight files hold.
+
+    What transformers would fill at random is allocated before it is reported, so the sizes are compared first.
+
+    Raises:
+        UnsupportedModel: config.json names kinds of layers that are not run.
+        CheckpointError: transformers cannot make the model, or a weight file is missing, corrupt or far too small.
+    """
+    kinds = strange_layer_types(config.get_text_config(decoder=True))
+    if kinds:
+        raise UnsupportedModel(
+            f"{_name_of(config)} does not run rightly through transformers {transformers.__version__}: "
+            f"check 'layer types' failed: {', '.join(kinds)} is neither full nor sliding attention"
+        )
+    num_stored = num_tensors = 0
+    for tensor in stored_tensors(folder):
+        num_stored += math.prod(tensor.shape)
+        num_tensors += 1
+    num_layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
+    if num_layers > min(num_tensors, MAX_LAYERS):
+        raise CheckpointError(
+            f"config.json: {num_layers} layers (at most {MAX_LAYERS}), but the weight files of {folder} hold "
+            f"{num_tensors} tensors"
+        )
+    loader: Any = transformers.AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            module = loader.from_config(copy.deepcopy(config))
+    except Exception as error:
+        raise CheckpointError(f"{folder} cannot be loaded by transformers: {error}") from error
+    num_needed = sum(parameter.numel() for parameter in module.parameters())
+    if num_needed > _MAX_UNSTORED * num_stored:
+        raise CheckpointError(
+            f"config.json describes {num_needed} numbers, the weight files of {folder} hold {num_stored}"
+        )
+
+
 def load(
     folder: Path, config: PretrainedConfig, max_model_len: int, dtype: torch.dtype, progress: Callable[[int, int], None]
 ) -> TransformersModel:
@@ -77,6 +119,7 @@ def load(
     """
     num_files = len(weight_files(folder))
     progress(0, num_files)
+    check(folder, config)
     body = Body(_load_module(folder, config, dtype))
     shape = inspect(body, max_model_len)
     progress(num_files, num_files)

@@ -7,7 +7,7 @@ twice but the tensor being copied.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,43 +48,49 @@ def load_weights(folder: Path, destinations: dict[str, torch.Tensor], progress: 
 
     Raises:
         CheckpointError: A file is missing, truncated or corrupt, or a tensor is missing, unknown or misshapen.
+        UnsupportedModel: A tensor is stored in a form that is not read.
+    """
+    check_headers(folder, destinations)
+    done = 0
+    progress(done, len(destinations))
+    for file in weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                for name in filter(destinations.__contains__, opened.keys()):
+                    destinations[name].copy_(opened.get_tensor(name))
+                    done += 1
+                    progress(done, len(destinations))
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file} is truncated or corrupt: {error}") from error
+
+
+def check_headers(folder: Path, destinations: Mapping[str, torch.Tensor]) -> None:
+    """Hold what the weight files' headers say against the shapes of `destinations`; nothing is read or allocated.
+
+    Raises:
+        CheckpointError: A file is missing, truncated or corrupt, or a tensor is missing, unknown or misshapen.
+        UnsupportedModel: A tensor is stored in a form that is not read.
     """
     remaining = dict(destinations)
-    unknown: list[str] = []
-    misshapen: list[str] = []
-    repeated: list[str] = []
-    progress(0, len(destinations))
-    for file in weight_files(folder):
-        for name, tensor in _tensors_of(file):
-            destination = remaining.pop(name, None)
-            if destination is None:
-                if name in destinations:
-                    repeated.append(f"{name} in {file.name}")
-                elif not _is_skipped(name, destinations):
-                    unknown.append(f"{name} {list(tensor.shape)}")
-            elif destination.shape != tensor.shape:
-                misshapen.append(f"{name} is {list(tensor.shape)}, must be {list(destination.shape)}")
-            else:
-                destination.copy_(tensor)
-                progress(len(destinations) - len(remaining), len(destinations))
-    missing = [f"{name} {list(tensor.shape)}" for name, tensor in remaining.items()]
+    unknown, misshapen, repeated = [], [], []
+    for tensor in stored_tensors(folder):
+        name, shape = tensor.name, list(tensor.shape)
+        if NEVER_READ.search(name):
+            continue
+        if tensor.dtype not in DTYPES:
+            raise UnsupportedModel(
+                f"{folder / tensor.file}: tensor {name} is stored as {tensor.dtype}; {_readable()} can be read"
+            )
+        destination = remaining.pop(name, None)
+        if destination is None:
+            if name in destinations:
+                repeated.append(f"{name} in {tensor.file}")
+            elif name != "lm_head.weight":
+                unknown.append(f"{name} {shape}")
+        elif list(destination.shape) != shape:
+            misshapen.append(f"{name} is {shape}, must be {list(destination.shape)}")
+    missing = [f"{name} {list(destination.shape)}" for name, destination in remaining.items()]
     name_faults(folder, missing=missing, unknown=unknown, misshapen=misshapen, repeated=repeated)
-
-
-def _is_skipped(name: str, destinations: dict[str, torch.Tensor]) -> bool:
-    return NEVER_READ.search(name) is not None or (name == "lm_head.weight" and name not in destinations)
-
-
-def _tensors_of(file: Path) -> Iterable[tuple[str, torch.Tensor]]:
-    try:
-        with safe_open(file, framework="pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (it is no mapping)
-                stored = opened.get_slice(name).get_dtype()
-                if stored not in STORED_DTYPES and not NEVER_READ.search(name):
-                    raise UnsupportedModel(f"{file}: tensor {name} is stored as {stored}; {_readable()} can be read")
-                yield name, opened.get_tensor(name)
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{file} is truncated or corrupt: {error}") from error
 
 
 def _readable() -> str:

@@ -202,7 +202,13 @@ def test_generation_config_gives_defaults_and_the_rest_of_it_is_named_once(
 ) -> None:
     caplog.set_level(logging.INFO)
     wished = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": None, "do_sample": True, "eos_token_id": [1, 2]}
-    ignored = {"no_repeat_ngram_size": 3, "max_new_tokens": 2048, "length_penalty": None}
+    ignored = {
+        "output_attentions": False,
+        "output_hidden_states": False,
+        "no_repeat_ngram_size": 3,
+        "max_new_tokens": 2048,
+        "length_penalty": None,
+    }
     folder = write_folder(tmp_path, generation_config=wished | ignored | {"transformers_version": "4.51"})
     assert load_tokenizer(folder).sampling_defaults == {"temperature": 0.6, "top_p": 0.9, "top_k": 20}
     (record,) = caplog.records
@@ -229,6 +235,32 @@ def test_missing_and_broken_files_are_named(tmp_path: Path) -> None:
         load_tokenizer(folder)
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json is not a tokenizer"):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("file", ["config", "generation_config"])
+@pytest.mark.parametrize("ids", ["x", 1.5, -1, 10**12, True, {}, [2, "x"]])
+def test_end_tokens_that_are_no_token_ids_are_refused_when_loaded(tmp_path: Path, file: str, ids: Any) -> None:
+    folder = write_folder(tmp_path, **{file: {"eos_token_id": ids}})
+    with pytest.raises(
+        CheckpointError, match=rf"{file}\.json: eos_token_id must hold whole numbers from 0 to 2147483647"
+    ):
+        load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("token", [{"x": 1}, {"content": 5}, 5, ["a"]])
+def test_a_named_token_that_is_no_text_is_refused(tmp_path: Path, token: Any) -> None:
+    with pytest.raises(CheckpointError, match="pad_token must be text"):
+        load_tokenizer(write_folder(tmp_path, tokenizer_config={"pad_token": token}))
+
+
+def test_text_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    folder = write_folder(tmp_path)
+    (folder / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja is not UTF-8 text"):
+        load_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text("[" * 100_000 + "]" * 100_000)
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is not JSON"):
         load_tokenizer(folder)
 
 

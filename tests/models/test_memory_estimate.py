@@ -44,7 +44,9 @@ def test_the_numbers_are_those_of_the_files(tmp_path: Path) -> None:
     assert estimate.kv_bytes == 4096 * TOKEN_SIZE_BYTES
     assert estimate.logits_bytes == LOGITS_SIZE_BYTES
     assert (estimate.max_model_len, estimate.longest) == (4096, 4096)
-    assert estimate.peak_bytes == estimate.weights_bytes + estimate.kv_bytes + estimate.logits_bytes
+    assert estimate.rotary_bytes == 4096 * 8 * 2
+    later = estimate.kv_bytes + estimate.rotary_bytes + estimate.logits_bytes
+    assert estimate.peak_bytes == estimate.weights_bytes + later
 
 
 def test_weights_take_what_the_asked_type_takes(tmp_path: Path) -> None:
@@ -85,7 +87,7 @@ def test_the_text_part_of_a_nested_config_counts(tmp_path: Path) -> None:
 
 def test_a_context_that_cannot_fit_is_refused_with_the_numbers_and_the_longest_that_fits(tmp_path: Path) -> None:
     folder = write(tmp_path)
-    available = (64000 + 15) * 2 + LOGITS_SIZE_BYTES + 1000 * TOKEN_SIZE_BYTES
+    available = (64000 + 15) * 2 + LOGITS_SIZE_BYTES + 1000 * (TOKEN_SIZE_BYTES + 8 * 2)
     with pytest.raises(ConfigError) as refusal:
         refuse_what_cannot_fit(folder, CONFIG, available)
     for words in (
@@ -100,11 +102,87 @@ def test_a_context_that_cannot_fit_is_refused_with_the_numbers_and_the_longest_t
 
 
 @pytest.mark.parametrize(
-    ("dtype", "remedy"), [("float32", "take --dtype bfloat16"), ("auto", "take a smaller model, or free memory")]
+    ("dtype", "available_bytes", "remedy"),
+    [
+        ("float32", 230_000, "take --dtype bfloat16"),
+        ("float32", 1000, "available: take a smaller model, or free memory"),
+        ("auto", 1000, "available: take a smaller model, or free memory"),
+    ],
 )
-def test_weights_that_cannot_fit_are_refused_with_what_to_do(tmp_path: Path, dtype: str, remedy: str) -> None:
+def test_weights_that_cannot_fit_are_refused_with_a_remedy_that_helps(
+    tmp_path: Path, dtype: str, available_bytes: int, remedy: str
+) -> None:
+    config = EngineConfig(dtype=dtype, max_model_len=2, max_num_seqs=1)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=remedy):
-        refuse_what_cannot_fit(write(tmp_path), EngineConfig(dtype=dtype), 1000)  # type: ignore[arg-type]
+        refuse_what_cannot_fit(write(tmp_path), config, available_bytes)
+
+
+def test_a_context_of_windows_alone_is_bounded_by_its_rotary_table_and_by_what_can_be_asked_for(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"sliding_window": 5, "max_position_embeddings": 10**9})
+    with pytest.raises(ConfigError, match=f"lower --max-model-len to at most {2**24}, or"):
+        refuse_what_cannot_fit(folder, CONFIG, 2**30)
+    assert estimate_memory(folder, CONFIG, 2**30).rotary_bytes == 10**9 * 16
+
+
+@pytest.mark.parametrize("names", [["model.embed_tokens.weight"], ["model.embed_tokens.weight", "lm_head.weight"]])
+def test_an_embedding_that_is_the_head_too_counts_twice(tmp_path: Path, names: list[str]) -> None:
+    folder = write(tmp_path)
+    save_file({name: torch.zeros(1000, 64) for name in names}, folder / "model.safetensors")
+    assert estimate_memory(folder, CONFIG, 2**30).weights_bytes == 2 * 1000 * 64 * 2
+
+
+@pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings"])
+def test_a_claim_beyond_all_models_is_refused_with_value_and_limit(tmp_path: Path, key: str) -> None:
+    with pytest.raises(CheckpointError, match=rf"{key} may be at most \d+, got 10{{30}}"):
+        estimate_memory(write(tmp_path, {key: 10**30}), CONFIG, 2**30)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [
+        {"data_offsets": [-4, 0]},
+        {"data_offsets": [0.0, 4.0]},
+        {"data_offsets": [4, 0]},
+        {"shape": [2]},
+        {"shape": [True]},
+        {"dtype": ["F32"]},
+    ],
+)
+def test_an_entry_of_a_header_that_makes_no_sense_is_refused(tmp_path: Path, entry: dict[str, Any]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} | entry}).encode()
+    (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
+    with pytest.raises(CheckpointError, match="the header's entry of a is"):
+        estimate_memory(tmp_path, CONFIG, 2**30)
+
+
+def test_json_nested_too_deep_is_a_checkpoint_error(tmp_path: Path) -> None:
+    deep = "[" * 100_000 + "]" * 100_000
+    write(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(len(deep).to_bytes(8, "little") + deep.encode())
+    with pytest.raises(CheckpointError, match=r"model\.safetensors is not JSON"):
+        estimate_memory(tmp_path, CONFIG, 2**30)
+    (tmp_path / "config.json").write_text(deep)
+    with pytest.raises(CheckpointError, match=r"config\.json is not JSON"):
+        estimate_memory(tmp_path, CONFIG, 2**30)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": 5},
+        {"architectures": "LlamaForCausalLM"},
+        {"architectures": [["x"]]},
+        {"architectures": [{}]},
+        {"text_config": [1]},
+        {"text_config": "x"},
+        {"dtype": ["float32"]},
+        {"text_config": {"torch_dtype": 5}},
+    ],
+)
+def test_a_value_of_the_wrong_type_is_a_checkpoint_error(tmp_path: Path, changes: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: (architectures|text_config|dtype|torch_dtype) must be"):
+        estimate_memory(write(tmp_path, changes), CONFIG, 2**30)
 
 
 def test_a_header_that_makes_no_sense_is_a_checkpoint_error(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ LLAMA: dict[str, Any] = {
     "vocab_size": 100,
     "max_position_embeddings": 128,
 }
+YARN: dict[str, Any] = {"rope_type": "yarn", "rope_theta": 10.0, "factor": 4.0}
 GEMMA3: dict[str, Any] = {"architectures": ["Gemma3ForCausalLM"]}
 
 
@@ -188,6 +189,16 @@ def test_what_is_not_built_is_refused_with_its_value(changes: dict[str, Any], wo
         ({"layer_types": "full_attention"}, "layer_types"),
         ({"layer_types": ["full_attention"]}, "1 layer_types for 3 layers"),
         ({"rope_parameters": [1]}, "rope_parameters"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers may be at most 4096"),
+        ({"architectures": ["MixtralForCausalLM"], "num_local_experts": 2 * 10**6}, "num_local_experts may be at most"),
+        ({"hidden_act": ["silu"]}, "hidden_act must be a name"),
+        ({"rope_parameters": {"rope_type": ["x"]}}, "rope_type must be a name"),
+        ({"rope_parameters": {"rope_theta": 1.0}}, "rope_theta must be above 1"),
+        ({"rope_parameters": YARN | {"original_max_position_embeddings": 1}}, "must be at least 2, got 1"),
+        ({"rope_parameters": YARN | {"original_max_position_embeddings": 0.5}}, r"must be at least 2, got 0\.5"),
+        ({"rms_norm_eps": float("inf")}, "rms_norm_eps must be a finite number"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps must be a finite number"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": True}, "sliding_window"),
         ({"architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1]}, "1 no_rope_layers for 3"),
         ({"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9}, "9 num_experts_per_tok of 8"),
         ({"architectures": ["MistralForCausalLM"], "sliding_window": 0}, "sliding_window"),

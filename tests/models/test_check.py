@@ -1,0 +1,137 @@
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tokenizers
+import torch
+from safetensors.torch import load_file, save_file
+
+from engine.config import EngineConfig
+from engine.errors import CheckpointError, ConfigError, ModelError, UnsupportedModel
+from engine.models import DEFAULT
+from engine.models.check import check
+from engine.models.registry import build_model
+
+Tensors = dict[str, torch.Tensor]
+
+
+def quiet(*_progress: Any) -> None:
+    """Tell nobody."""
+
+
+@pytest.fixture
+def folder(make_checkpoint: Callable[[str], tuple[Path, Any]], tmp_path: Path) -> Path:
+    """A folder of a whole llama."""
+    copied = shutil.copytree(make_checkpoint("llama")[0], tmp_path / "llama")
+    tokenizers.Tokenizer(tokenizers.models.BPE(vocab={"a": 0}, merges=[])).save(str(copied / "tokenizer.json"))
+    return copied
+
+
+def configure(folder: Path, **changes: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def edit(folder: Path, change: Callable[[Tensors], Any]) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def refused(folder: Path, kind: type[ModelError], words: str) -> None:
+    """Expect the same refusal of the check and of the load."""
+    with pytest.raises(kind, match=words):
+        check(str(folder), quiet)
+    with pytest.raises(kind, match=words):
+        build_model(folder, EngineConfig(), quiet)
+
+
+def test_a_whole_model_runs(folder: Path) -> None:
+    assert "LlamaForCausalLM, the own decoder runs it" in check(str(folder), quiet)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda tensors: tensors.pop("model.norm.weight"), r"1 missing: model\.norm\.weight \[48\]"),
+        (lambda tensors: tensors.update(foo=torch.ones(3)), r"1 unknown: foo \[3\]"),
+        (lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}), r"is \[3\], must be \[48\]"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named_before_anything_is_loaded(
+    folder: Path, change: Callable[[Tensors], Any], words: str
+) -> None:
+    edit(folder, change)
+    refused(folder, CheckpointError, words)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_stored_type_that_is_not_read_is_named(folder: Path, dtype: torch.dtype) -> None:
+    edit(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(48).to(dtype)}))
+    refused(folder, UnsupportedModel, "is stored as")
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 1000, None])
+def test_a_file_that_is_cut_short_or_no_file_of_weights_is_refused(folder: Path, content: bytes | None) -> None:
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] if content is None else content)
+    refused(folder, CheckpointError, "is truncated or corrupt")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": 4096}, "4096 layers of 4096 MLPs in all, but the weight files of .* hold 21 tensors"),
+        ({"hidden_size": 48 * 10**7}, r"misshapen: .*, must be \[199, 480000000\]"),
+        ({"intermediate_size": 2**31 - 1, "hidden_size": 2**31 - 1}, "make no model"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers may be at most 4096"),
+    ],
+)
+def test_sizes_that_the_files_do_not_hold_are_refused_before_anything_is_allocated(
+    folder: Path, changes: dict[str, Any], words: str
+) -> None:
+    configure(folder, **changes)
+    refused(folder, CheckpointError, words)
+
+
+def test_a_quantized_checkpoint_is_refused(folder: Path) -> None:
+    configure(folder, quantization_config={"quant_method": "gptq"})
+    refused(folder, UnsupportedModel, "quantized checkpoints are not supported")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"vocab_size": 10**9}, "describes .* numbers, the weight files of .* hold"),
+        ({"num_hidden_layers": 4096}, "4096 layers .* tensors"),
+    ],
+)
+def test_sizes_that_the_files_do_not_hold_are_refused_before_transformers_allocates(
+    draw_model: Any, tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    draw_model("stablelm").save_pretrained(tmp_path)
+    configure(tmp_path, **changes)
+    refused(tmp_path, CheckpointError, words)
+
+
+def test_layers_that_are_not_attention_are_refused_without_loading(draw_model: Any, tmp_path: Path) -> None:
+    draw_model("lfm2").save_pretrained(tmp_path)
+    refused(tmp_path, UnsupportedModel, "check 'layer types' failed: conv is neither full nor sliding attention")
+
+
+def test_a_known_model_that_is_not_cached_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METRONOME_CACHE", str(tmp_path))
+    with pytest.raises(ConfigError, match=f"{DEFAULT} is not cached: python -m engine models pull {DEFAULT}"):
+        check(DEFAULT, quiet)
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("model", ["~nosuchuser/x", "~nosuchuser/x.gguf", "x" * 300])
+def test_what_is_no_path_is_refused(model: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be looked up"):
+        check(model, quiet)
