@@ -90,7 +90,7 @@ def check(folder: Path, config: PretrainedConfig) -> None:
         num_stored += math.prod(tensor.shape)
         num_tensors += 1
     num_layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
-    if num_layers > min(num_tensors, MAX_LAYERS):
+    if isinstance(num_layers, int) and num_layers > min(num_tensors, MAX_LAYERS):
         raise CheckpointError(
             f"config.json: {num_layers} layers (at most {MAX_LAYERS}), but the weight files of {folder} hold "
             f"{num_tensors} tensors"

@@ -380,6 +380,12 @@ def test_listing_shows_what_is_known_and_what_is_cached(cache: Path, tiny_gguf: 
     assert resolve(mine.name) == folder
 
 
+def test_listing_shows_an_entry_whose_configuration_is_nested_too_deep(cache: Path) -> None:
+    (cache / "models/deep").mkdir(parents=True)
+    (cache / "models/deep/config.json").write_text("[" * 100_000 + "]" * 100_000)
+    assert "deep" in {listing.name for listing in list_models()}
+
+
 def test_default_model_has_the_pinned_metadata(smollm2_folder: Path) -> None:
     config = json.loads((smollm2_folder / "config.json").read_text())
     assert {path.name for path in smollm2_folder.iterdir()} == ENTRY_FILES
