@@ -24,15 +24,9 @@ Neutral = dict[str, tuple[Any, ...]]
 """Field name → the values, beside null, that ask for nothing."""
 
 _NOT_BUILT: Neutral = {
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
     "length_penalty": (1, 1.0),
-    "logit_bias": ({},),
     "use_beam_search": (False,),
     "prompt_logprobs": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "structured_outputs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -96,6 +90,12 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None

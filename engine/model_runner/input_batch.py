@@ -90,7 +90,7 @@ def flatten(plan: SchedulerOutput, late_tokens: LateTokens, block_size: int) -> 
         attention=AttentionBatch([torch.from_numpy(np.concatenate(group)) for group in slots], rows),
         sampled=sampled,
         last_rows=torch.tensor([rows[i].first_row + rows[i].num_rows - 1 for i in sampled], dtype=torch.int64),
-        sampling=[_sampling_row(plan.requests[i]) for i in sampled],
+        sampling=[_sampling_row(plan.requests[i], late_tokens, plan.step) for i in sampled],
     )
 
 
@@ -101,6 +101,13 @@ def _inputs(request: ScheduledRequest, late_tokens: LateTokens, step: int) -> np
     return np.concatenate((known, late_tokens.last(request.request_id, request.num_late, step)))
 
 
-def _sampling_row(request: ScheduledRequest) -> SamplingRow:
+def _sampling_row(request: ScheduledRequest, late_tokens: LateTokens, step: int) -> SamplingRow:
     position = request.start + request.num_tokens
-    return SamplingRow(request.sampling_params, position, position - request.num_prompt_tokens)
+    num_output_tokens = position - request.num_prompt_tokens
+    if not request.sampling_params.reads_tokens:
+        return SamplingRow(request.sampling_params, position, num_output_tokens)
+    tokens = request.tokens
+    if position > len(tokens):  # not `num_late`: a late token may stand before this step's inputs
+        late = late_tokens.last(request.request_id, position - len(tokens), step)
+        tokens = np.concatenate((tokens, np.array(late, dtype=np.int32)))
+    return SamplingRow(request.sampling_params, position, num_output_tokens, tokens)

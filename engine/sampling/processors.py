@@ -13,10 +13,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.outputs import GrammarMasks
+from engine.outputs import GrammarMasks, TokenArray
 
 SORTED_HEAD = 1024
 """Tokens sorted at first for top-p; rows whose bulk is wider are sorted whole."""
+
+Places = tuple[torch.Tensor, torch.Tensor]
+"""Rows and token ids, int64 `[m]` each: one pair a logit."""
 
 _MASK_64 = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -34,6 +37,65 @@ def apply_grammar_masks(logits: torch.Tensor, rows: Sequence[int], masks: Gramma
     forbidden = torch.from_numpy(bits[:, : logits.shape[1]] == 0).to(logits.device)
     for row, mask in zip(rows, forbidden, strict=True):
         logits[row].masked_fill_(mask, -torch.inf)
+
+
+def forbid(logits: torch.Tensor, places: Places) -> None:
+    """Set the logits at `places` to minus infinity, in place."""
+    logits[places] = -torch.inf
+
+
+def allow_only(logits: torch.Tensor, rows: Sequence[int], places: Places) -> None:
+    """Set the logits of `rows` to minus infinity but for those at `places`, in place."""
+    kept = logits[places]
+    logits[list(rows)] = -torch.inf
+    logits[places] = kept
+
+
+def add_bias(logits: torch.Tensor, places: Places, bias: torch.Tensor) -> None:
+    """Add `bias` to the logits at `places`, each named once, in place."""
+    logits[places] += bias
+
+
+def completed_words(ends: npt.NDArray[np.int64], words: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """Say for each word whether all but its last token stand at the end of its row's output, `[w]`.
+
+    Args:
+        ends: The last `m` output tokens of each word's row, right-aligned, -1 where there are fewer, `[w, m]`.
+        words: All but the last token of each word, right-aligned, -2 where there are fewer than `m`, `[w, m]`.
+    """
+    matches: npt.NDArray[np.bool_] = ((words == ends) | (words == -2)).all(axis=1)
+    return matches
+
+
+def count_tokens(rows: Sequence[TokenArray], vocab_size: int) -> torch.Tensor:
+    """Count how often each token comes in each of `rows`, `[n, vocab_size]`, int64; n at least 1."""
+    starts = np.repeat(np.arange(len(rows), dtype=np.int64) * vocab_size, [len(row) for row in rows])
+    counts = np.bincount(starts + np.concatenate(rows), minlength=len(rows) * vocab_size)
+    return torch.from_numpy(counts).view(len(rows), vocab_size)
+
+
+def penalise(
+    logits: torch.Tensor,
+    is_known: torch.Tensor,
+    num_generated: torch.Tensor,
+    repetition: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+) -> torch.Tensor:
+    """Return `logits [n, vocab_size]` less what each row's three penalties, `[n]`, take off.
+
+    Args:
+        logits: What is penalised.
+        is_known: Whether prompt or output hold the token, `[n, vocab_size]`.
+        num_generated: How often the output holds it, `[n, vocab_size]`.
+        repetition: Divides positive logits of known tokens, multiplies negative ones.
+        frequency: Taken off for each time.
+        presence: Taken off once.
+    """
+    repeated = torch.where(logits > 0, logits / repetition[:, None], logits * repetition[:, None])
+    penalised = torch.where(is_known, repeated, logits)
+    penalised = penalised - frequency[:, None] * num_generated
+    return penalised - presence[:, None] * (num_generated > 0)
 
 
 def scale_by_temperature(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:

@@ -155,3 +155,10 @@ def test_parameters_beyond_their_bounds_are_refused_by_name(params: dict[str, ob
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(**params)  # type: ignore[arg-type]
     assert caught.value.param == next(iter(params))
+
+
+def test_bad_words_are_spelled_as_they_stand_at_the_start_and_after_a_space() -> None:
+    inputs = InputProcessor(EngineConfig(model="some"), READY, TOKENIZER)
+    prompt = inputs.tokenize("a")
+    (request,) = inputs.make_requests(prompt, SamplingParams(bad_words=[" ab", "ab", "c"]), RequestOptions())[1]
+    assert request.sampling_params.bad_words_token_ids == ((97, 98), (32, 97, 98), (99,), (32, 99))
