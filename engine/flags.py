@@ -32,6 +32,8 @@ SAMPLING_HELP = {
     "logit_bias": "JSON object: token id to what is added to its logit, -100 to 100",
     "allowed_token_ids": "a token id that may be drawn, all others may not; may be given several times",
     "bad_words": "a word that must not come in the output; may be given several times",
+    "logprobs": "tell each token's logprob and rank, and this many likeliest tokens, 0 to 20",
+    "prompt_logprobs": "likewise for the prompt",
     "seed": "draws depend on (seed, position) alone; drawn when unset",
     "max_tokens": "most tokens to generate; up to the context's end when unset",
     "min_tokens": "no end before this many tokens",

@@ -34,6 +34,8 @@ MAX_BAD_WORDS = 128
 """Most words one request may forbid: each is compared with the end of the output at each token."""
 MAX_BAD_WORD_CHARS = 256
 """Longest word to forbid."""
+MAX_LOGPROBS = 20
+"""Most likeliest tokens that may be told beside each token."""
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Beyond these, logits of the usual size would leave what float32 tells apart."""
 MAX_TOP_K = 2**31 - 1
@@ -96,6 +98,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         logit_bias: Token id → what is added to its logit, -100 to 100.
         allowed_token_ids: All other tokens are forbidden; None allows all.
         bad_words: Words that must not come in the output, at its start or after a space.
+        logprobs: Tell each token's logprob and rank, and the logprobs of this many likeliest ones, 0 to 20; None for
+            none. They are the model's own, before every parameter here.
+        prompt_logprobs: Likewise for the prompt's tokens but the first; nothing cached is then read.
         seed: Draws depend only on (seed, position); None lets the client draw a seed.
         max_tokens: Most tokens to generate, at least 1; None means up to the context's end.
         min_tokens: No end (EOS, stop token or stop string) before this many tokens.
@@ -122,6 +127,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -161,6 +168,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.allowed_token_ids is not None:
             self._check_allowed_token_ids(self.allowed_token_ids)
         self._check_bad_words(self.bad_words)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:

@@ -60,6 +60,7 @@ def test_sampling_flags_make_sampling_params() -> None:
 def test_flags_of_lists_and_maps_of_token_ids(file: Path) -> None:
     words = ["--allowed-token-ids", "5", "--allowed-token-ids", "6", "--bad-words", "a b", "--logit-bias", '{"5": 1.5}']
     words += ["--repetition-penalty", "1.1", "--presence-penalty", "-1", "--frequency-penalty", "0.5"]
+    words += ["--logprobs", "3", "--prompt-logprobs", "0"]
     expected = SamplingParams(
         allowed_token_ids=(5, 6),
         bad_words=("a b",),
@@ -67,6 +68,8 @@ def test_flags_of_lists_and_maps_of_token_ids(file: Path) -> None:
         repetition_penalty=1.1,
         presence_penalty=-1.0,
         frequency_penalty=0.5,
+        logprobs=3,
+        prompt_logprobs=0,
         max_tokens=None,
         temperature=0,
     )

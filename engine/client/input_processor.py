@@ -30,6 +30,8 @@ _NEEDS_LOGITS = (
     "logit_bias",
     "allowed_token_ids",
     "bad_words",
+    "logprobs",
+    "prompt_logprobs",
 )
 """Parameters that the integer model, which has no logits, cannot obey."""
 _NEUTRAL = SamplingParams()
@@ -125,7 +127,10 @@ class InputProcessor:
         params = self._with_token_ids(params)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(_SEED_BITS)
         label = options.request_id or f"request-{_base_36(self._num_requests)}"
-        return label, [self._make_request(label, prompt, params, options, seed + i, room) for i in range(params.n)]
+        others = msgspec.structs.replace(params, prompt_logprobs=None)  # the first completion tells the prompt's
+        return label, [
+            self._make_request(label, prompt, others if i else params, options, seed + i, room) for i in range(params.n)
+        ]
 
     def _make_request(
         self, label: str, prompt: Prompt, params: SamplingParams, options: RequestOptions, seed: int, room: int

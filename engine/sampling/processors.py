@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.outputs import GrammarMasks, TokenArray
+from engine.outputs import GrammarMasks, Logprobs, TokenArray
+from engine.sampling_params import MAX_LOGPROBS
 
 SORTED_HEAD = 1024
 """Tokens sorted at first for top-p; rows whose bulk is wider are sorted whole."""
@@ -138,6 +139,22 @@ def _border(descending: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tenso
     num_before = (sums < wanted[:, None]).sum(dim=-1, keepdim=True)
     last = descending.shape[-1] - 1
     return descending.gather(-1, num_before.clamp(max=last)), num_before[:, 0] <= last
+
+
+def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> Logprobs:
+    """Return the logprobs of `token_ids [n]` and of the `MAX_LOGPROBS` likeliest, by `logits [n, vocab_size]`.
+
+    Always as many, so that a row's choice among equals does not depend on what its neighbours ask for.
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = logprobs.gather(-1, token_ids[:, None])
+    ranks = (logprobs > chosen).sum(dim=-1) + 1
+    top = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]), dim=-1)
+    return Logprobs(
+        torch.cat((token_ids[:, None], top.indices), dim=-1).to(torch.int32).numpy(force=True),
+        torch.cat((chosen, top.values), dim=-1).numpy(force=True),
+        ranks.to(torch.int32).numpy(force=True),
+    )
 
 
 def running_sums(probabilities: torch.Tensor) -> torch.Tensor:

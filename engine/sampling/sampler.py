@@ -1,10 +1,10 @@
 """Logits to token ids: one pure function a step.
 
-The order, for each row: grammar mask → allowed_token_ids → bad_words → no end token before `min_tokens` → logit_bias →
-repetition, frequency, presence penalty → greedy rows take the arg max of these logits (the lowest id among equals), the
-others go on: temperature → softmax → min_p → top_k → top_p → draw. It is vLLM's order. A processor touches only the
-rows that ask for it. A row's draw uses one uniform number, a function of (seed, position); so a row's token depends on
-its logits, parameters, seed and tokens, never on the other rows.
+The order, for each row: logprobs are taken of the logits as they come → grammar mask → allowed_token_ids → bad_words
+→ no end token before `min_tokens` → logit_bias → repetition, frequency, presence penalty → greedy rows take the arg max
+of these logits (the lowest id among equals), the others go on: temperature → softmax → min_p → top_k → top_p → draw. It
+is vLLM's order. A processor touches only the rows that ask for it. A row's draw uses one uniform number, a function of
+(seed, position); so a row's token depends on its logits, parameters, seed and tokens, never on the other rows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from engine.errors import Cause
-from engine.outputs import GrammarMasks, TokenArray
+from engine.outputs import GrammarMasks, Logprobs, TokenArray
 from engine.sampling import processors
 from engine.sampling_params import SamplingParams
 
@@ -51,10 +51,12 @@ class Samples(msgspec.Struct, frozen=True):
     Attributes:
         token_ids: A token for each row; meaningless where the row failed.
         failed: Row → why it has no token.
+        logprobs: Row → its token's logprobs by the logits as they came, where its parameters ask for them.
     """
 
     token_ids: list[int]
     failed: dict[int, Cause]
+    logprobs: dict[int, Logprobs]
 
 
 def sample(
@@ -75,6 +77,8 @@ def sample(
         The tokens; a row whose logits hold NaN or plus infinity, or allow no token, fails alone.
     """
     failed = _number_failures(logits)
+    asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    unprocessed = logits[asking] if asking else logits
     if grammar_masks is not None:
         processors.apply_grammar_masks(logits, grammar_rows, grammar_masks)
     process(logits, rows)
@@ -85,7 +89,11 @@ def sample(
     random = [i for i, row in enumerate(rows) if i not in failed and not row.params.is_greedy]
     if random:
         token_ids[random] = _draw(logits[random], [rows[i] for i in random])
-    return Samples(token_ids.tolist(), failed)
+    logprobs = {}
+    if asking:
+        gathered = processors.gather_logprobs(unprocessed, token_ids[asking])
+        logprobs = {i: gathered.part(j, j + 1, rows[i].params.logprobs) for j, i in enumerate(asking)}
+    return Samples(token_ids.tolist(), failed, logprobs)
 
 
 def _number_failures(logits: torch.Tensor) -> dict[int, Cause]:

@@ -18,6 +18,8 @@ GREEDY = {"prompt": "once upon", "max_tokens": 24, "temperature": 0, "seed": 1}
         ("logit_bias", {"5": 1}),
         ("allowed_token_ids", [5]),
         ("bad_words", ["a"]),
+        ("logprobs", True),
+        ("prompt_logprobs", 0),
     ],
 )
 async def test_the_integer_model_refuses_by_name_what_needs_logits(served, name, value):
@@ -51,3 +53,57 @@ async def test_penalties_and_bans_decide_what_comes(open_served, byte_llama: Pat
         answer = await served.post(GREEDY | {"allowed_token_ids": [97], "bad_words": ["a"]}, "/v1/completions")
         assert answer.status == 500
         assert "no token is allowed" in answer.error["message"]
+
+
+async def test_logprobs_in_every_form_of_answer_agree(open_served, byte_llama: Path):
+    async with open_served(model=str(byte_llama), num_threads=1, num_gpu_blocks_override=64) as served:
+        chat = served.chat(logprobs=True, top_logprobs=3, temperature=0, max_tokens=20)
+        whole = (await served.post(chat)).json()["choices"][0]
+        entries = whole["logprobs"]["content"]
+        assert len(entries) == 20
+        assert (
+            bytes(byte for entry in entries for byte in entry["bytes"]).decode(errors="replace")
+            == (whole["message"]["content"])
+        )
+        for entry in entries:
+            assert len(entry["top_logprobs"]) == 3
+            assert entry["logprob"] == max(top["logprob"] for top in entry["top_logprobs"]) < 0
+        events = (await served.post(chat | {"stream": True})).events[:-1]
+        choices = [event["choices"][0] for event in events]
+        assert [entry for choice in choices for entry in (choice["logprobs"] or {"content": []})["content"]] == entries
+
+        text = {"prompt": "hi", "logprobs": 2, "temperature": 0, "max_tokens": 20, "prompt_logprobs": 1}
+        (choice,) = (await served.post(text, "/v1/completions")).json()["choices"]
+        told = choice["logprobs"]
+        assert told["token_logprobs"] == [entry["logprob"] for entry in entries]
+        assert told["tokens"] == [entry["token"] for entry in entries]
+        assert told["text_offset"] == [sum(map(len, told["tokens"][:i])) for i in range(20)]
+        assert all(1 <= len(top) <= 3 for top in told["top_logprobs"])
+        first, second = choice["prompt_logprobs"]
+        assert first is None
+        assert second[str(ord("i"))]["decoded_token"] == "i"
+        assert {entry["rank"] for entry in second.values()} >= {1}
+        del text["prompt_logprobs"]
+        events = (await served.post(text | {"stream": True}, "/v1/completions")).events[:-1]
+        streamed = [event["choices"][0]["logprobs"] for event in events if event["choices"][0]["logprobs"]]
+        assert {name: [value for part in streamed for value in part[name]] for name in told} == told
+
+        body = served.chat(prompt_logprobs=0, max_tokens=1)
+        answer = (await served.post(body)).json()
+        assert [len(entry or ()) for entry in answer["prompt_logprobs"]] == [0, 1]
+        assert answer["choices"][0]["logprobs"] is None
+
+
+async def test_the_openai_client_reads_logprobs(open_served, byte_llama: Path):
+    async with open_served(model=str(byte_llama), num_threads=1, num_gpu_blocks_override=64) as served:
+        messages = [{"role": "user", "content": "hi"}]
+        settings = {
+            "model": byte_llama.name,
+            "messages": messages,
+            "logprobs": True,
+            "top_logprobs": 2,
+            "max_tokens": 4,
+        }
+        answer = await served.with_client(lambda client: client.chat.completions.create(**settings))
+        content = answer.choices[0].logprobs.content
+        assert [len(entry.top_logprobs) for entry in content] == [2] * 4
