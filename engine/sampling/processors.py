@@ -57,7 +57,7 @@ def add_bias(logits: torch.Tensor, places: Places, bias: torch.Tensor) -> None:
     logits[places] += bias
 
 
-def completed_words(ends: npt.NDArray[np.int64], words: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+def completed_words(ends: TokenArray, words: TokenArray) -> npt.NDArray[np.bool_]:
     """Say for each word whether all but its last token stand at the end of its row's output, `[w]`.
 
     Args:
@@ -68,35 +68,45 @@ def completed_words(ends: npt.NDArray[np.int64], words: npt.NDArray[np.int64]) -
     return matches
 
 
-def count_tokens(rows: Sequence[TokenArray], vocab_size: int) -> torch.Tensor:
-    """Count how often each token comes in each of `rows`, `[n, vocab_size]`, int64; n at least 1."""
-    starts = np.repeat(np.arange(len(rows), dtype=np.int64) * vocab_size, [len(row) for row in rows])
-    counts = np.bincount(starts + np.concatenate(rows), minlength=len(rows) * vocab_size)
-    return torch.from_numpy(counts).view(len(rows), vocab_size)
+def tokens_before(
+    tokens: Sequence[TokenArray], outputs: Sequence[TokenArray], vocab_size: int
+) -> tuple[Places, torch.Tensor]:
+    """Return each row's distinct `tokens` and how often its output holds each, `[m]`; at least one row."""
+    is_known = np.zeros(len(tokens) * vocab_size, dtype=bool)
+    is_known[_flat_places(tokens, vocab_size)] = True
+    known = np.flatnonzero(is_known)
+    counts = np.bincount(_flat_places(outputs, vocab_size), minlength=len(is_known))[known]
+    rows, token_ids = np.divmod(known, vocab_size)
+    return (torch.from_numpy(rows), torch.from_numpy(token_ids)), torch.from_numpy(counts)
+
+
+def _flat_places(rows: Sequence[TokenArray], vocab_size: int) -> npt.NDArray[np.int64]:
+    starts = np.arange(len(rows), dtype=np.int64) * vocab_size
+    flat: npt.NDArray[np.int64] = np.repeat(starts, [len(row) for row in rows]) + np.concatenate(rows)
+    return flat
 
 
 def penalise(
     logits: torch.Tensor,
-    is_known: torch.Tensor,
+    places: Places,
     num_generated: torch.Tensor,
     repetition: torch.Tensor,
     frequency: torch.Tensor,
     presence: torch.Tensor,
-) -> torch.Tensor:
-    """Return `logits [n, vocab_size]` less what each row's three penalties, `[n]`, take off.
+) -> None:
+    """Take off the logits at `places` what the tokens there cost for having come before, in place.
 
     Args:
-        logits: What is penalised.
-        is_known: Whether prompt or output hold the token, `[n, vocab_size]`.
-        num_generated: How often the output holds it, `[n, vocab_size]`.
-        repetition: Divides positive logits of known tokens, multiplies negative ones.
-        frequency: Taken off for each time.
-        presence: Taken off once.
+        logits: `[n, vocab_size]`.
+        places: Tokens that came in prompt or output, each named once, `[m]`.
+        num_generated: How often the output holds them, `[m]`.
+        repetition: Divides positive logits and multiplies negative ones, `[m]`.
+        frequency: Taken off for each time, `[m]`.
+        presence: Taken off once, `[m]`.
     """
-    repeated = torch.where(logits > 0, logits / repetition[:, None], logits * repetition[:, None])
-    penalised = torch.where(is_known, repeated, logits)
-    penalised = penalised - frequency[:, None] * num_generated
-    return penalised - presence[:, None] * (num_generated > 0)
+    values = logits[places]
+    repeated = torch.where(values > 0, values / repetition, values * repetition)
+    logits[places] = repeated - frequency * num_generated - presence * (num_generated > 0)
 
 
 def scale_by_temperature(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:

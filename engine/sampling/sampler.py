@@ -9,6 +9,7 @@ is vLLM's order. A processor touches only the rows that ask for it. A row's draw
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -22,6 +23,8 @@ from engine.sampling import processors
 from engine.sampling_params import SamplingParams
 
 _NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
+_NUM_TABLES = 512
+"""Requests whose lists of token ids are kept as arrays from step to step."""
 
 
 class SamplingRow(msgspec.Struct, frozen=True):
@@ -118,21 +121,25 @@ def process(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
 def _allow_only_listed(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     asking = {i: row.params.allowed_token_ids for i, row in enumerate(rows) if row.params.allowed_token_ids is not None}
     if asking:
-        processors.allow_only(logits, list(asking), _places(asking.items(), logits.shape[1]))
+        listed = [(i, _as_array(token_ids)) for i, token_ids in asking.items()]
+        processors.allow_only(logits, list(asking), _places(listed, logits.shape[1]))
 
 
 def _forbid_bad_words(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     """Forbid the last token of each bad word whose other tokens were just generated."""
-    words = [(i, word) for i, row in enumerate(rows) for word in row.params.bad_words_token_ids]
-    if not words:
+    asking = [i for i, row in enumerate(rows) if row.params.bad_words_token_ids]
+    if not asking:
         return
-    width = max(len(word) for _, word in words) - 1
-    starts = np.stack([_right_aligned(word[:-1], width, -2) for _, word in words])
-    ends = {i: _right_aligned(rows[i].output[-width:] if width else (), width, -1) for i, _ in words}
-    is_due = processors.completed_words(np.stack([ends[i] for i, _ in words]), starts)
-    due = [(words[j][0], words[j][1][-1:]) for j in np.flatnonzero(is_due)]
-    if due:
-        processors.forbid(logits, _places(due, logits.shape[1]))
+    starts, lasts = zip(*[_word_table(rows[i].params.bad_words_token_ids) for i in asking], strict=True)
+    width = max(table.shape[1] for table in starts)
+    aligned = [np.pad(table, ((0, 0), (width - table.shape[1], 0)), constant_values=-2) for table in starts]
+    ends = np.stack([_right_aligned(rows[i].output[-width:] if width else (), width, -1) for i in asking])
+    owners = np.repeat(np.arange(len(asking)), [len(table) for table in starts])
+    is_due = processors.completed_words(ends[owners], np.concatenate(aligned)) & (
+        np.concatenate(lasts) < logits.shape[1]
+    )
+    due_rows, due = np.array(asking)[owners[is_due]], np.concatenate(lasts)[is_due]
+    processors.forbid(logits, (torch.from_numpy(due_rows), torch.from_numpy(due)))
 
 
 def _forbid_early_ends(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
@@ -158,27 +165,46 @@ def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     if not asking:
         return
     params = [rows[i].params for i in asking]
-    logits[asking] = processors.penalise(
-        logits[asking],
-        processors.count_tokens([rows[i].tokens for i in asking], logits.shape[1]) > 0,
-        processors.count_tokens([rows[i].output for i in asking], logits.shape[1]),
-        torch.tensor([p.repetition_penalty for p in params]),
-        torch.tensor([p.frequency_penalty for p in params]),
-        torch.tensor([p.presence_penalty for p in params]),
+    (owners, token_ids), num_generated = processors.tokens_before(
+        [rows[i].tokens for i in asking], [rows[i].output for i in asking], logits.shape[1]
+    )
+    processors.penalise(
+        logits,
+        (torch.tensor(asking)[owners], token_ids),
+        num_generated,
+        torch.tensor([p.repetition_penalty for p in params])[owners],
+        torch.tensor([p.frequency_penalty for p in params])[owners],
+        torch.tensor([p.presence_penalty for p in params])[owners],
     )
 
 
-def _places(token_ids: Iterable[tuple[int, Sequence[int]]], vocab_size: int) -> processors.Places:
+def _places(
+    token_ids: Iterable[tuple[int, Sequence[int] | npt.NDArray[np.int64]]], vocab_size: int
+) -> processors.Places:
     """Lay out each row's token ids pair by pair; an id outside of the vocabulary has no logit."""
-    pairs = [(row, np.array(ids, dtype=np.int64)) for row, ids in token_ids]
+    pairs = [(row, np.asarray(ids, dtype=np.int64)) for row, ids in token_ids]
     rows = np.repeat(np.array([row for row, _ in pairs], dtype=np.int64), [len(ids) for _, ids in pairs])
     columns = np.concatenate([ids for _, ids in pairs])
     inside = columns < vocab_size
     return torch.from_numpy(rows[inside]), torch.from_numpy(columns[inside])
 
 
-def _right_aligned(values: Sequence[int] | TokenArray, width: int, filling: int) -> npt.NDArray[np.int64]:
-    aligned = np.full(width, filling, dtype=np.int64)
+@functools.lru_cache(maxsize=_NUM_TABLES)
+def _as_array(token_ids: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """Return `token_ids` as an array, shared and not to be changed."""
+    return np.array(token_ids, dtype=np.int64)
+
+
+@functools.lru_cache(maxsize=_NUM_TABLES)
+def _word_table(words: tuple[tuple[int, ...], ...]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Return all but the last token of each word, right-aligned, and the last ones; shared, not to be changed."""
+    width = max(map(len, words)) - 1
+    starts = np.stack([_right_aligned(word[:-1], width, -2) for word in words])
+    return starts, np.array([word[-1] for word in words], dtype=np.int64)
+
+
+def _right_aligned(values: Sequence[int] | TokenArray, width: int, filling: int) -> npt.NDArray[np.int32]:
+    aligned = np.full(width, filling, dtype=np.int32)
     aligned[width - len(values) :] = values
     return aligned
 
