@@ -135,11 +135,10 @@ def _forbid_bad_words(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None
     aligned = [np.pad(table, ((0, 0), (width - table.shape[1], 0)), constant_values=-2) for table in starts]
     ends = np.stack([_right_aligned(rows[i].output[-width:] if width else (), width, -1) for i in asking])
     owners = np.repeat(np.arange(len(asking)), [len(table) for table in starts])
-    is_due = processors.completed_words(ends[owners], np.concatenate(aligned)) & (
-        np.concatenate(lasts) < logits.shape[1]
-    )
-    due_rows, due = np.array(asking)[owners[is_due]], np.concatenate(lasts)[is_due]
-    processors.forbid(logits, (torch.from_numpy(due_rows), torch.from_numpy(due)))
+    last = np.concatenate(lasts)
+    due = np.flatnonzero(processors.completed_words(ends[owners], np.concatenate(aligned)))
+    due = due[last[due] < logits.shape[1]]
+    processors.forbid(logits, (torch.tensor(asking)[owners[due]], torch.from_numpy(last[due])))
 
 
 def _forbid_early_ends(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
@@ -178,9 +177,7 @@ def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     )
 
 
-def _places(
-    token_ids: Iterable[tuple[int, Sequence[int] | npt.NDArray[np.int64]]], vocab_size: int
-) -> processors.Places:
+def _places(token_ids: Iterable[tuple[int, npt.ArrayLike]], vocab_size: int) -> processors.Places:
     """Lay out each row's token ids pair by pair; an id outside of the vocabulary has no logit."""
     pairs = [(row, np.asarray(ids, dtype=np.int64)) for row, ids in token_ids]
     rows = np.repeat(np.array([row for row, _ in pairs], dtype=np.int64), [len(ids) for _, ids in pairs])
