@@ -27,7 +27,7 @@ from engine.kv_cache.events import KVCacheEvent
 from engine.kv_cache.manager import KVCacheManager
 from engine.limits import Limits, suited
 from engine.metrics import SchedulerStats
-from engine.outputs import Capacity, FinishReason, GrammarMasks, ModelRunnerOutput, RequestId, SchedulerOutput
+from engine.outputs import Capacity, FinishReason, GrammarMasks, Logprobs, ModelRunnerOutput, RequestId, SchedulerOutput
 from engine.protocol import AbortReason, EngineCoreEvent, EngineCoreOutput, EngineCoreRequest, PauseMode, SessionPart
 from engine.request import Request, RequestStatus
 from engine.scheduler.scheduler import RowResult, Scheduler
@@ -443,10 +443,17 @@ class EngineCore:
             events, request.events = request.events, []
             if any(event.kind == "queued" for event in events):
                 num_cached_tokens = request.num_cached_tokens
+        logprobs = prompt_logprobs = None
+        if request.logprobs is not None:
+            logprobs, request.logprobs = request.logprobs.part(0, len(new_token_ids)), None
+        if request.prompt_logprobs and new_token_ids:
+            prompt_logprobs, request.prompt_logprobs = Logprobs.join(request.prompt_logprobs), []
         self._outputs.append(
             EngineCoreOutput(
                 request_id=request.request_id,
                 new_token_ids=new_token_ids,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
                 finish_reason=request.status.finish_reason if turn_reason is None else None,
                 stop_reason=request.stop_reason,
                 num_cached_tokens=num_cached_tokens,

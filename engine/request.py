@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from engine.outputs import BlockId, FinishReason, TokenArray
+from engine.outputs import BlockId, FinishReason, Logprobs, TokenArray
 from engine.protocol import EngineCoreEvent, EngineCoreRequest, SessionPart
 from engine.sampling_params import RepetitionDetection, SamplingParams
 
@@ -195,6 +195,8 @@ class Request:
         session: The parts that are still to come, None where it is no session; set by the core.
         stop_reason: What ended it beside EOS and length; set by `check_stop`.
         events: Since its last output; taken by the core.
+        logprobs: Of the tokens of the step being committed; set by the scheduler, taken by the core.
+        prompt_logprobs: Of the chunks committed so far; likewise.
     """
 
     __slots__ = (
@@ -207,6 +209,7 @@ class Request:
         "generation",
         "grammar",
         "last_step",
+        "logprobs",
         "max_num_tokens",
         "media",
         "num_cached_tokens",
@@ -221,6 +224,7 @@ class Request:
         "num_yields",
         "place",
         "priority",
+        "prompt_logprobs",
         "reads_prefix_cache",
         "request_id",
         "sampling_params",
@@ -260,6 +264,8 @@ class Request:
         self.session: deque[SessionPart] | None = None
         self.stop_reason: int | str | None = None
         self.events: list[EngineCoreEvent] = []
+        self.logprobs: Logprobs | None = None
+        self.prompt_logprobs: list[Logprobs] = []
 
     def __repr__(self) -> str:
         computed = f"{self.num_computed_tokens}/{self.num_tokens}+{self.num_placeholders}"
@@ -317,7 +323,7 @@ class Request:
     def _take_params(self, params: SamplingParams, max_model_len: int) -> None:
         """Let the tokens so far be the prompt of what `params` ask for."""
         self.sampling_params = params
-        self.reads_prefix_cache = not params.skip_reading_prefix_cache
+        self.reads_prefix_cache = not params.skip_reading_prefix_cache and params.prompt_logprobs is None
         self.num_tokens = self.num_prompt_tokens = len(self.tokens)
         wanted = max_model_len if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
         self.max_num_tokens = min(max_model_len, wanted)

@@ -18,6 +18,7 @@ still yield tokens; nobody yields its place more than `MAX_YIELDS` times. The ph
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 
 from engine.config import EngineConfig
 from engine.errors import Cause
@@ -194,6 +195,8 @@ class Scheduler:
                 f"a result of step {output.step} with {len(output.sampled_token_ids)} rows "
                 f"is not that of step {plan.step} with {len(plan.requests)} rows"
             )
+        if output.logprobs is not None or output.prompt_logprobs:
+            _keep_logprobs(rows, output)
         results = [
             self._take_in(request, row, token_ids, output.failed)
             for (request, row, generation), token_ids in zip(rows, output.sampled_token_ids, strict=True)
@@ -331,6 +334,18 @@ class Scheduler:
             assert request.num_yields <= MAX_YIELDS, f"{request} had to yield {request.num_yields} times"
             assert request.num_overtaken <= self._config.max_overtakes, f"{request}: {request.num_overtaken} overtook"
         self._kv_cache.check_invariants(self.running)
+
+
+def _keep_logprobs(rows: Sequence[PlannedRow], output: ModelRunnerOutput) -> None:
+    """Lay what the step gave with its requests, for the core to tell; a prompt computed anew starts anew."""
+    of_rows = output.logprobs or [None] * len(rows)
+    for (request, row, generation), logprobs in zip(rows, of_rows, strict=True):
+        if generation != request.generation:
+            continue
+        request.logprobs = logprobs
+        chunk = (output.prompt_logprobs or {}).get(request.request_id)
+        if chunk is not None and not request.num_output_tokens:
+            request.prompt_logprobs = [chunk] if row.start == 0 else [*request.prompt_logprobs, chunk]
 
 
 def _rank(request: Request) -> tuple[bool, int, int]:

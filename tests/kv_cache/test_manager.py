@@ -351,3 +351,27 @@ def test_a_hybrid_request_that_lacks_room_is_looked_up_again_only_when_the_group
     assert manager.is_short(waiting, 30, None)
     compute(manager, make_request("other", [1] * 5))
     assert not manager.is_short(waiting, 30, None)
+
+
+def test_shared_leading_blocks_are_counted_anew_whenever_somebody_comes_or_goes() -> None:
+    manager = make_manager(num_blocks=30, block_size=4)
+    first, second, third = (make_request(name, [1] * 13 + [ord(name)]) for name in "abc")
+    compute(manager, first)
+    assert manager.num_common_prefix_blocks([first]) == (0,)
+    compute(manager, second)
+    assert manager.num_common_prefix_blocks([first, second]) == (3,)
+    compute(manager, third)
+    assert manager.num_common_prefix_blocks([first, second, third]) == (3,)
+    manager.release(third, held_until=9)
+    assert manager.num_common_prefix_blocks([first, second]) == (0,)  # a plan in flight holds them too
+    manager.settle(9)
+    assert manager.num_common_prefix_blocks([first, second]) == (3,)
+    manager.release(second, None)
+    assert manager.num_common_prefix_blocks([first]) == (0,)
+
+
+def test_only_what_a_failed_row_computed_is_forgotten() -> None:
+    manager, request = make_manager(block_size=4), make_request("a", [1] * 16)
+    compute(manager, request)
+    assert manager.forget(request, 9) == {*table(manager, request)[2:]}
+    assert [manager.prefix_cache.holds(block) for block in table(manager, request)] == [True, True, False, False]

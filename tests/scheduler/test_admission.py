@@ -183,3 +183,114 @@ def test_protected_requests_run_together_only_if_all_of_them_fit_at_full_length(
     assert rows(driver.step()) == {"a": 4, "c": 4}
     driver.run()
     assert driver.core.stats().num_preemptions == 0
+
+
+# -- promises and places, block by block -------------------------------------------------------------------------------
+
+
+def test_nobody_is_admitted_on_blocks_that_a_prompt_in_chunks_was_promised() -> None:
+    driver = make_driver(max_num_batched_tokens=16, long_prefill_token_threshold=4)
+    driver.add("long", prompt(32, 1), max_tokens=2)
+    driver.add("other", prompt(8, 2), max_tokens=2)
+    driver.add("third", prompt(4, 3), max_tokens=2)
+    assert rows(driver.step()) == {"long": 4, "other": 4}  # eight of ten blocks are long's, two other's
+    for _ in range(2):  # until other ends
+        assert "third" not in rows(driver.step())
+    driver.run()
+    assert driver.core.stats().num_preemptions == 0
+
+
+def test_what_a_window_shares_is_not_counted_on_for_its_blocks_are_given_back() -> None:
+    driver = make_driver(windows=(4, 4), num_gpu_blocks_override=20, block_size=2)
+    driver.add("a", prompt(20, 1), max_tokens=12)
+    driver.step()
+    cache, newcomer = driver.core._kv_cache, Request(driver.requests["a"], 9, 40)
+    match = cache.match(newcomer)
+    assert any(cache.pool.num_references(block) for block in match.blocks[0] if block)
+    assert not cache.has_room(newcomer, match, num_reserved=20)
+    assert newcomer.shortage is not None
+    assert newcomer.shortage.num_blocks == cache.max_blocks(20)
+
+
+def test_who_waits_for_blocks_in_flight_takes_no_further_places_meanwhile() -> None:
+    driver = make_driver(scheduling_policy="priority", max_concurrent_plans=3, max_num_seqs=8)
+    for number in range(5):
+        driver.add(f"low{number}", prompt(7, number), priority=5, max_tokens=30)
+    driver.plan()
+    driver.add("urgent", prompt(12, 9), priority=1, max_tokens=4)
+    driver.plan()  # it is tried for the first time
+    driver.plan()
+    num_preemptions = driver.core.stats().num_preemptions
+    assert num_preemptions > 0
+    driver.finish_step()
+    assert driver.core._kv_cache.has_held_blocks
+    driver.plan()
+    assert driver.core.stats().num_preemptions == num_preemptions
+    driver.run()
+    assert driver.completions["urgent"].token_ids == driver.expected("urgent", 4)
+
+
+def test_nobody_passes_a_request_for_which_another_had_to_make_way() -> None:
+    driver = make_driver(scheduling_policy="priority", max_num_seqs=2, max_num_batched_tokens=2)
+    driver.add("low", prompt(2, 1), priority=5, max_tokens=20)
+    driver.add("lower", prompt(2, 2), priority=6, max_tokens=20)
+    driver.step()
+    driver.step()
+    driver.add("urgent", prompt(30, 3), priority=1, max_tokens=2)
+    driver.step()
+    urgent = live(driver, "urgent")
+    assert urgent.num_overtaken == driver.core.config.max_overtakes
+
+
+def test_a_request_looks_again_once_the_blocks_it_would_hit_are_in_use() -> None:
+    driver = make_driver(num_gpu_blocks_override=12, max_num_batched_tokens=40)
+    shared = prompt(16, 1)
+    driver.add("first", shared, max_tokens=1)
+    driver.run()
+    driver.add("other", prompt(20, 2), max_tokens=4)
+    driver.step()
+    driver.add("long", [*shared, *range(200, 220)], max_tokens=4)  # nine blocks, of which four are free hits
+    assert rows(driver.step()) == {"other": 1}
+    driver.add("short", [*shared, 7], max_tokens=20)
+    assert "short" in rows(driver.step())  # now four of the nine are in use: five are enough, and come with other's end
+    while driver.completions["other"].finish_reason is None:
+        driver.step()
+    assert "long" in rows(driver.step())
+    driver.run()
+    assert driver.completions["long"].token_ids == driver.expected("long", 4)
+
+
+def test_requests_that_share_their_blocks_can_make_way_together() -> None:
+    driver = make_driver(scheduling_policy="priority", max_num_seqs=8)
+    for name in "abc":
+        driver.add(name, prompt(24, 1), priority=5, max_tokens=8)
+    driver.step()
+    driver.add("urgent", prompt(32, 2), priority=1, max_tokens=2)
+    started = [sorted(rows(driver.step())) for _ in range(3)]
+    assert any("urgent" in names for names in started), started
+    driver.run()
+    for name in "abc":
+        assert driver.completions[name].token_ids == driver.expected(name, 8)
+
+
+def test_a_protected_request_that_waits_for_others_does_not_idle_the_engine() -> None:
+    driver = make_driver(max_overtakes=3)
+    for name in "ab":
+        driver.add(name, prompt(4, ord(name)), max_tokens=30)
+        live(driver, name).num_yields = MAX_YIELDS
+    driver.step()
+    waiting = live(driver, "b")
+    waiting.move_to(RequestStatus.RUNNING)  # as if it had run and lost its place
+    waiting.move_to(RequestStatus.PREEMPTED)
+    driver.add("c", prompt(4, 3), max_tokens=2)
+    assert "c" in rows(driver.step())
+    driver.run()
+
+
+def test_deadlines_of_requests_that_have_ended_are_not_kept() -> None:
+    driver = make_driver(queue_timeout=1e5)
+    driver.add("front", prompt(4, 1), max_tokens=30)
+    for number in range(300):
+        driver.add(f"r{number}", prompt(4, 2), max_tokens=2)
+        driver.abort(f"r{number}")
+    assert len(driver.core._queue_deadlines) <= 2

@@ -10,7 +10,7 @@ import pytest
 from engine.config import SchedulingPolicy
 from engine.outputs import RequestId, SchedulerOutput
 from engine.protocol import EngineCoreRequest
-from engine.request import RequestStatus
+from engine.request import Request, RequestStatus
 from engine.sampling_params import SamplingParams
 from engine.scheduler.admission import MAX_YIELDS
 from engine.scheduler.policy import MAX_DEBTORS, POLICIES, Fair
@@ -229,3 +229,14 @@ def test_who_never_ran_is_not_charged_in_whatever_order_it_leaves(backwards: boo
     driver.add("last", prompt(4, 9), client_key="a", max_tokens=4)
     waiting = [request.request_id for request in driver.core._scheduler.waiting]
     assert waiting.index("last") < waiting.index("b1")
+
+
+def test_the_virtual_time_is_that_of_the_last_request_admitted_and_newcomers_come_just_before_it() -> None:
+    fair = Fair()
+    starts = []
+    for number, client in enumerate(("a", "a", "b", "a", "c")):
+        made = Request(request(f"r{number}", client), number, 10)
+        made.place = fair.place(made)
+        fair.started(made)
+        starts.append(made.place[0])
+    assert starts == [-1, 1, 0, 3, 2]  # each asks for two tokens
