@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +17,9 @@ from engine.models.checkpoint import read_config
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.decoder_traits import DecoderTraits, ExpertNames
-from engine.models.weights import load_weights, resolve_dtype
+from engine.models.weights import load_weights, resolve_dtype, stores_other_head
+
+logger = logging.getLogger(__name__)
 
 _QWEN = {"sliding_window": 4096, "max_window_layers": 28}
 _QWEN3 = _QWEN | {"head_dim": 128}
@@ -193,6 +197,9 @@ def build_model(folder: Path, config: EngineConfig, progress: Callable[[int, int
             raise UnsupportedModel(f"{refusal}. Through transformers: {other}") from other
     max_model_len = _max_model_len(config, shape.max_positions, folder)
     dtype = resolve_dtype(config.dtype, raw, folder)
+    if shape.ties_embeddings and stores_other_head(folder, dtype):
+        logger.warning("%s ties head and embedding, but both are stored and differ: they are not tied", folder)
+        shape = dataclasses.replace(shape, ties_embeddings=False)
     decoder = Decoder(shape, max_model_len, dtype)
     load_weights(folder, decoder.destinations(), progress)
     decoder.pack()

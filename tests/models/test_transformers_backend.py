@@ -13,6 +13,7 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.config import EngineConfig
@@ -267,6 +268,25 @@ def test_auto_takes_our_own_decoder_where_it_can_and_transformers_where_not(
     assert isinstance(build(tmp_path).model, Decoder)
     assert isinstance(build(tmp_path, model_impl="transformers").model, TransformersModel)
     assert isinstance(build(gpt2_folder).model, TransformersModel)
+
+
+@pytest.mark.parametrize(("model_type", "stored"), [("llama", "another"), ("gemma2", "another"), ("llama", "the same")])
+def test_a_stored_head_that_is_not_the_embedding_is_not_tied_as_transformers_does(
+    draw_model: Any, tmp_path: Path, model_type: str, stored: str
+) -> None:
+    (tmp_path / "tied").mkdir()
+    draw_model(model_type, tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
+
+    def add_head(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        embedding = tensors["model.embed_tokens.weight"]
+        tensors["lm_head.weight"] = embedding.clone() if stored == "the same" else embedding.flip(0)
+
+    folder = copy_of(tmp_path / "tied", tmp_path, add_head)
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (stored == "the same")
+    for implementation in ("own", "transformers"):
+        stack = Stack(folder, model_impl=implementation)
+        check(model, PROMPTS[3], stack.run(PROMPTS[3:4])[0][0])
 
 
 def test_own_refuses_what_is_no_row(gpt2_folder: Path) -> None:
