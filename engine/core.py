@@ -27,13 +27,15 @@ from engine.kv_cache.events import KVCacheEvent
 from engine.kv_cache.manager import KVCacheManager
 from engine.limits import Limits, suited
 from engine.metrics import SchedulerStats
-from engine.outputs import Capacity, FinishReason, GrammarMasks, ModelRunnerOutput, RequestId, SchedulerOutput
+from engine.outputs import Capacity, FinishReason, GrammarMasks, Logprobs, ModelRunnerOutput, RequestId, SchedulerOutput
 from engine.protocol import AbortReason, EngineCoreEvent, EngineCoreOutput, EngineCoreRequest, PauseMode, SessionPart
 from engine.request import Request, RequestStatus
 from engine.scheduler.scheduler import RowResult, Scheduler
 from engine.structured_output.grammar import Grammar, new_bitmasks
 
 _BLOCKED = {RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, RequestStatus.WAITING_FOR_STREAMING_REQ}
+MAX_DEADLINES_A_REQUEST = 2
+"""Queue deadlines kept for each live request; those of the ended are swept out when they are the majority."""
 _NO_EVENTS: list[EngineCoreEvent] = []
 
 
@@ -210,7 +212,7 @@ class EngineCore:
             ValueError: `plan` is not the oldest in flight, or `output` is not its result; the caller's fault.
         """
         self._now = now
-        results = self._scheduler.update(plan, output)
+        results = self._scheduler.update(plan, output, now)
         self._step = plan.step
         for result in results:
             request, token_ids, status, _ = result
@@ -357,6 +359,8 @@ class EngineCore:
         queued = [*self._scheduler.running, *self._scheduler.waiting.unordered(), *blocked]
         assert len(queued) == len(self._requests), "a request is queued twice, or not at all"
         assert {*queued} == {*self._requests.values()}, "queues and live requests differ"
+        num_most = MAX_DEADLINES_A_REQUEST * len(self._requests)
+        assert len(self._queue_deadlines) <= num_most, "deadlines of requests that have ended are kept"
         assert _BLOCKED.issuperset([request.status for request in blocked]), f"not blocked: {blocked}"
         self._scheduler.check_invariants()
 
@@ -365,10 +369,11 @@ class EngineCore:
     def _end_overdue(self, now: float) -> None:
         while self.next_deadline <= now:
             _, request = self._queue_deadlines.popleft()
+            reason = f"behind {len(self._scheduler.running)} that run: try later"
+            if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+                reason = "for its grammar was not compiled: try a simpler one"
             message = f"the request waited for its first step longer than --queue-timeout {self.config.queue_timeout}"
-            cause = Cause(
-                "QueueTimeout", f"{message} seconds, behind {len(self._scheduler.running)} that run: try later"
-            )
+            cause = Cause("QueueTimeout", f"{message} seconds, {reason}")
             self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
 
     def _unblock(self, request: Request) -> None:
@@ -399,11 +404,12 @@ class EngineCore:
             self._finish(request, RequestStatus.FINISHED_STOPPED)
             return
         num_before = request.num_tokens - bool(request.num_output_tokens)
-        refusal = self._limits.prompt_refusal(part.prompt_token_ids, num_before, part.sampling_params.max_tokens)
+        refusal = self._limits.prompt_refusal(part.prompt_token_ids, num_before, part.sampling_params)
         if refusal is not None:
             self._finish(request, RequestStatus.FINISHED_ERROR, cause=refusal)
             return
         request.begin_turn(part, self.capacity.max_model_len)
+        self._scheduler.begin_turn(request)
         self._unblock(request)
 
     def _finish(
@@ -418,6 +424,9 @@ class EngineCore:
         self._blocked.pop(request.request_id, None)
         request.move_to(status)
         del self._requests[request.request_id]
+        if len(self._queue_deadlines) > MAX_DEADLINES_A_REQUEST * len(self._requests):
+            waiting = [entry for entry in self._queue_deadlines if entry[1].awaits_first_step]
+            self._queue_deadlines = deque(waiting)
         self._finished_ids.append(request.request_id)
         self._emit(request, new_token_ids or [], cause)
 
@@ -434,10 +443,17 @@ class EngineCore:
             events, request.events = request.events, []
             if any(event.kind == "queued" for event in events):
                 num_cached_tokens = request.num_cached_tokens
+        logprobs = prompt_logprobs = None
+        if request.logprobs is not None:
+            logprobs, request.logprobs = request.logprobs.part(0, len(new_token_ids)), None
+        if request.prompt_logprobs and new_token_ids:
+            prompt_logprobs, request.prompt_logprobs = Logprobs.join(request.prompt_logprobs), []
         self._outputs.append(
             EngineCoreOutput(
                 request_id=request.request_id,
                 new_token_ids=new_token_ids,
+                logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
                 finish_reason=request.status.finish_reason if turn_reason is None else None,
                 stop_reason=request.stop_reason,
                 num_cached_tokens=num_cached_tokens,

@@ -9,8 +9,8 @@ import argparse
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from types import NoneType
-from typing import Any, TypeVar, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -26,6 +26,14 @@ SAMPLING_HELP = {
     "top_p": "keep the smallest set of most likely tokens with this probability, in (0, 1]",
     "top_k": "keep this many most likely tokens; 0 keeps all",
     "min_p": "drop tokens less likely than this share of the most likely one, in [0, 1]",
+    "presence_penalty": "taken off the logit of every token that the output holds, -2 to 2",
+    "frequency_penalty": "taken off a token's logit for each time that the output holds it, -2 to 2",
+    "repetition_penalty": "divides the logits of tokens in prompt or output, 0.01 to 100; 1 for none",
+    "logit_bias": "JSON object: token id to what is added to its logit, -100 to 100",
+    "allowed_token_ids": "a token id that may be drawn, all others may not; may be given several times",
+    "bad_words": "a word that must not come in the output; may be given several times",
+    "logprobs": "tell each token's logprob and rank, and this many likeliest tokens, 0 to 20",
+    "prompt_logprobs": "likewise for the prompt",
     "seed": "draws depend on (seed, position) alone; drawn when unset",
     "max_tokens": "most tokens to generate; up to the context's end when unset",
     "min_tokens": "no end before this many tokens",
@@ -151,21 +159,33 @@ def _add_setting(group: Any, setting: Setting, default: Any) -> None:
 
 def _add_sampling_flag(group: Any, name: str, text: str, default: Any) -> None:
     hint = get_type_hints(SamplingParams)[name]
-    kind = next((part for part in get_args(hint) if part is not NoneType), hint)
+    kind = next((part for part in _alternatives(hint) if part is not NoneType), hint)
     options: dict[str, Any] = {"default": default, "help": f"{text} (default: {_shown(default)})"}
     if kind is bool:
         options["action"] = argparse.BooleanOptionalAction
-    elif kind is RepetitionDetection:
-        options |= {"type": msgspec.json.decode, "metavar": "JSON"}
+    elif kind is RepetitionDetection or get_origin(kind) is dict:
+        options |= {"type": _json, "metavar": "JSON"}
+    elif get_origin(kind) is tuple:
+        kind = get_args(kind)[0]
+        options |= {"type": kind, "metavar": kind.__name__.upper(), "action": _Collect}
     else:
         options |= {"type": kind, "metavar": kind.__name__.upper()}
-        if isinstance(default, tuple):
-            options["action"] = _Collect
     group.add_argument("--" + name.replace("_", "-"), **options)
 
 
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if isinstance(hint, UnionType) else (hint,)
+
+
+def _json(text: str) -> Any:
+    try:
+        return msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+
+
 def _shown(default: Any) -> str:
-    if default is None or default == ():
+    if default is None or default == () or default == {}:
         return "unset"
     return {True: "on", False: "off"}[default] if isinstance(default, bool) else str(default)
 
@@ -202,6 +222,8 @@ def _checked(value: Any, action: argparse.Action, where: str) -> Any:
 
 
 def _converted(value: Any, kind: Any, where: str) -> Any:
+    if kind is _json:
+        return value
     if kind is Path and isinstance(value, str):
         return Path(value)
     try:

@@ -11,7 +11,8 @@ import trio
 
 from engine.client.async_llm import AsyncLLM
 from engine.client.input_processor import PromptInput
-from engine.client.output_processor import CompletionOutput
+from engine.client.output_processor import CompletionOutput, Logprobs
+from engine.client.tokenizer import Tokenizer
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.models import DEFAULT
@@ -43,7 +44,7 @@ async def generate_until(
 ) -> int:
     """Print the completions of `prompt`; `stop` aborts them. Returns the exit code.
 
-    One completion is printed as it comes, several each when all have ended.
+    One completion is printed as it comes; several, and what has logprobs, each when all have ended.
     """
     if prompt == STDIN:
         logger.info("reading the prompt from standard input")
@@ -75,16 +76,34 @@ async def _print(llm: AsyncLLM, prompt: PromptInput, params: SamplingParams) -> 
     """Print and return whether a completion failed."""
     out = TextWriter(sys.stdout.fileno())
     async with llm.generate(prompt, params) as stream:
-        if params.n > 1:
-            outputs = (await stream.collect()).outputs
+        if params.n > 1 or params.logprobs is not None or params.prompt_logprobs is not None:
+            collected = await stream.collect()
+            outputs = collected.outputs
+            if collected.prompt_logprobs is not None:
+                await out.send(f"[prompt]\n{_table(collected.prompt_logprobs, llm.tokenizer)}")
             for output in outputs:
                 await out.send(f"[{output.index}: {output.finish_reason}]\n{output.text}\n")
+                if output.logprobs is not None:
+                    await out.send(_table(output.logprobs, llm.tokenizer))
             failures = [_has_failed(output) for output in outputs]
             return any(failures)
         async for delta in stream:
             await out.send(delta.text)
         await out.send("\n")
         return _has_failed(delta)
+
+
+def _table(logprobs: Logprobs, tokenizer: Tokenizer) -> str:
+    """Return a line a token: its logprob, its rank, itself, then the likeliest in its place, all separated by tabs."""
+
+    def shown(token_id: int, logprob: float) -> str:
+        return f"{logprob:.4f} {tokenizer.decode([token_id], skip_special_tokens=False)!r}"
+
+    lines = []
+    for ids, values, rank in zip(logprobs.token_ids.tolist(), logprobs.logprobs.tolist(), logprobs.ranks, strict=True):
+        chosen, *top = [shown(token_id, value) for token_id, value in zip(ids, values, strict=True)]
+        lines.append("\t".join([chosen, f"rank {rank}", *top]) + "\n")
+    return "".join(lines)
 
 
 def _has_failed(output: CompletionOutput) -> bool:

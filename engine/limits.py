@@ -11,6 +11,7 @@ from engine.config import EngineConfig
 from engine.errors import Cause, ConfigError
 from engine.outputs import Capacity
 from engine.protocol import EngineCoreRequest
+from engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
@@ -56,14 +57,13 @@ class Limits:
             return Cause("QueueFull", f"{message}--max-num-waiting {config.max_num_waiting} allow: try later")
         if request.extras and request.extras.keys() != {"session"}:
             return Cause("InvalidRequest", f"extras {sorted(request.extras)} are not supported by this version")
-        if request.sampling_params.n != 1:
-            n = request.sampling_params.n
-            return Cause("InvalidRequest", f"n is {n}: a request in the engine is one completion")
-        return self.prompt_refusal(request.prompt_token_ids, 0, request.sampling_params.max_tokens)
+        return self.prompt_refusal(request.prompt_token_ids, 0, request.sampling_params)
 
-    def prompt_refusal(self, token_ids: list[int], num_before: int, max_tokens: int | None) -> Cause | None:
+    def prompt_refusal(self, token_ids: list[int], num_before: int, params: SamplingParams) -> Cause | None:
         """Say why these prompt tokens, behind `num_before` known ones, can never be computed here, or None."""
-        capacity, num_prompt = self._capacity, num_before + len(token_ids)
+        capacity, num_prompt, max_tokens = self._capacity, num_before + len(token_ids), params.max_tokens
+        if params.n != 1:
+            return Cause("InvalidRequest", f"n is {params.n}: a request in the engine is one completion")
         if not token_ids:
             return Cause("InvalidRequest", "the prompt has no tokens; it needs at least one")
         lowest, highest = min(token_ids), max(token_ids)

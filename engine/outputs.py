@@ -8,6 +8,7 @@ the view while the plan is in flight, and the blocks it names are released after
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from typing import Any, NewType
 
 import msgspec
@@ -88,22 +89,55 @@ class SchedulerOutput(msgspec.Struct, frozen=True, kw_only=True):
     num_common_prefix_blocks: tuple[int, ...] = ()
 
 
+class Logprobs(msgspec.Struct, frozen=True, array_like=True, eq=False, gc=False):
+    """How likely the model found some tokens and those it found likeliest, before any parameter; arrays all the way.
+
+    Attributes:
+        token_ids: A token a row, and after it the k likeliest in that place, `[n, 1 + k]`.
+        logprobs: Natural logarithms of their probabilities, `[n, 1 + k]`.
+        ranks: Of each row's token, 1 for the likeliest, `[n]`.
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    ranks: npt.NDArray[np.int32]
+
+    def __len__(self) -> int:
+        return len(self.ranks)
+
+    def part(self, start: int, stop: int, num_top: int | None = None) -> Logprobs:
+        """Return rows `start` to `stop` without a copy, with `num_top` likeliest tokens instead of all."""
+        width = None if num_top is None else 1 + num_top
+        return Logprobs(self.token_ids[start:stop, :width], self.logprobs[start:stop, :width], self.ranks[start:stop])
+
+    @classmethod
+    def join(cls, parts: Sequence[Logprobs]) -> Logprobs:
+        """Return the rows of `parts`, at least one and of equal width, one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            np.concatenate([part.token_ids for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
+            np.concatenate([part.ranks for part in parts]),
+        )
+
+
 class ModelRunnerOutput(msgspec.Struct, frozen=True, kw_only=True):
     """The result of one plan. All fields are set by the model runner.
 
     Attributes:
         step: The plan's step.
         sampled_token_ids: For each row 0, 1 or more token ids, in row order.
-        logprobs: For each row its tokens' logprobs, or None when nobody asked.
-        prompt_logprobs: Request id to the logprobs of this chunk's prompt positions.
+        logprobs: For each row its tokens' logprobs, None where it did not ask; None when nobody did.
+        prompt_logprobs: Request id to the logprobs of the prompt tokens that follow this chunk's positions.
         failed: Request id to cause, for rows that failed alone (NaN logits).
         timings: Name of a part of the step to seconds.
     """
 
     step: int
     sampled_token_ids: list[list[int]]
-    logprobs: list[Any] | None = None
-    prompt_logprobs: dict[RequestId, Any] | None = None
+    logprobs: list[Logprobs | None] | None = None
+    prompt_logprobs: dict[RequestId, Logprobs] | None = None
     failed: dict[RequestId, Cause] = {}
     timings: dict[str, float] = {}
 

@@ -70,7 +70,7 @@ def _add_chat(verbs: Verbs) -> None:
     add_model(verb)
     verb.add_argument("--system", metavar="TEXT", help="system prompt; it is never dropped")
     add_config(verb)
-    add_sampling(verb, without=["n"], max_tokens=None, temperature=0.7)
+    add_sampling(verb, without=["n", "logprobs", "prompt_logprobs"], max_tokens=None, temperature=0.7)
     add_settings(verb, EngineConfig, without=SHARED, log_level="warning")
 
 

@@ -19,7 +19,7 @@ import msgspec
 from engine.config import EngineConfig
 from engine.errors import Cause
 from engine.metrics import SchedulerStats
-from engine.outputs import Capacity, FinishReason, RequestId
+from engine.outputs import Capacity, FinishReason, Logprobs, RequestId
 from engine.sampling_params import SamplingParams
 
 PROTOCOL_VERSION = 1
@@ -166,7 +166,7 @@ class EngineCoreOutput(Message, frozen=True):
         request_id: Whose output it is.
         new_token_ids: Tokens appended in this step, the stopping one included.
         logprobs: Of the new tokens, when asked for.
-        prompt_logprobs: Of the prompt, when asked for.
+        prompt_logprobs: Of the prompt's tokens but the first, when asked for; with the first new token.
         finish_reason: Set on the last output of a request, and only there.
         stop_reason: The stop token's id, or repetition_detected; None for EOS, length and abort.
         num_cached_tokens: Prompt tokens the prefix cache gave at first admission; on the first output.
@@ -178,8 +178,8 @@ class EngineCoreOutput(Message, frozen=True):
 
     request_id: RequestId
     new_token_ids: list[int] = []
-    logprobs: Any = None
-    prompt_logprobs: Any = None
+    logprobs: Logprobs | None = None
+    prompt_logprobs: Logprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     num_cached_tokens: int | None = None

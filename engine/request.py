@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from engine.outputs import FinishReason, TokenArray
+from engine.outputs import BlockId, FinishReason, Logprobs, TokenArray
 from engine.protocol import EngineCoreEvent, EngineCoreRequest, SessionPart
 from engine.sampling_params import RepetitionDetection, SamplingParams
 
@@ -152,11 +152,13 @@ class Shortage(NamedTuple):
         num_blocks: Free blocks it would have taken in the end.
         num_new: Tokens it would have computed.
         next_block: Hash and group of the first block that was not cached; None where nothing more can be hit.
+        free_hit: The first cached block that nobody used then: once somebody does, fewer are needed.
     """
 
     num_blocks: int
     num_new: int
     next_block: tuple[bytes, int] | None
+    free_hit: BlockId | None
 
 
 class Request:
@@ -173,7 +175,8 @@ class Request:
         reads_prefix_cache: Whether it may take what others computed; what it computes can be hit in any case.
         arrival_number: Place in the order of arrival; set by the core.
         place: Urgency and position in the order of the policy; set by the scheduler each time it waits.
-        num_prompt_tokens: Length of the prompt.
+        num_prompt_tokens: Length of the prompt; in a session, of all that stands before the present turn's output.
+        num_tokens_before: Tokens that a session had before the present turn's part; 0 in its first.
         max_num_tokens: Length, prompt included, at which it ends with reason `length`.
         tokens: Prompt and all sampled tokens; extended by `append` and `begin_turn` alone.
         num_tokens: Known tokens: the prompt and what was sampled and committed.
@@ -192,6 +195,8 @@ class Request:
         session: The parts that are still to come, None where it is no session; set by the core.
         stop_reason: What ended it beside EOS and length; set by `check_stop`.
         events: Since its last output; taken by the core.
+        logprobs: Of the tokens of the step being committed; set by the scheduler, taken by the core.
+        prompt_logprobs: Of the chunks committed so far; likewise.
     """
 
     __slots__ = (
@@ -204,6 +209,7 @@ class Request:
         "generation",
         "grammar",
         "last_step",
+        "logprobs",
         "max_num_tokens",
         "media",
         "num_cached_tokens",
@@ -214,9 +220,11 @@ class Request:
         "num_processed_tokens",
         "num_prompt_tokens",
         "num_tokens",
+        "num_tokens_before",
         "num_yields",
         "place",
         "priority",
+        "prompt_logprobs",
         "reads_prefix_cache",
         "request_id",
         "sampling_params",
@@ -238,7 +246,7 @@ class Request:
         self.arrival_number = arrival_number
         self.place = (0, arrival_number)
         self.tokens = AppendOnlyArray(request.prompt_token_ids)
-        self.num_tokens = 0
+        self.num_tokens = self.num_tokens_before = 0
         self._take_params(request.sampling_params, max_model_len)
         self.status = RequestStatus.WAITING
         self.num_computed_tokens = 0
@@ -256,6 +264,8 @@ class Request:
         self.session: deque[SessionPart] | None = None
         self.stop_reason: int | str | None = None
         self.events: list[EngineCoreEvent] = []
+        self.logprobs: Logprobs | None = None
+        self.prompt_logprobs: list[Logprobs] = []
 
     def __repr__(self) -> str:
         computed = f"{self.num_computed_tokens}/{self.num_tokens}+{self.num_placeholders}"
@@ -304,6 +314,8 @@ class Request:
         """
         if self.num_output_tokens:
             self.tokens.drop_last()
+        self.num_tokens_before = len(self.tokens)
+        self.num_yields = self.num_overtaken = 0
         for token_id in part.prompt_token_ids:
             self.tokens.append(token_id)
         self._take_params(part.sampling_params, max_model_len)
@@ -311,7 +323,7 @@ class Request:
     def _take_params(self, params: SamplingParams, max_model_len: int) -> None:
         """Let the tokens so far be the prompt of what `params` ask for."""
         self.sampling_params = params
-        self.reads_prefix_cache = not params.skip_reading_prefix_cache
+        self.reads_prefix_cache = not params.skip_reading_prefix_cache and params.prompt_logprobs is None
         self.num_tokens = self.num_prompt_tokens = len(self.tokens)
         wanted = max_model_len if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
         self.max_num_tokens = min(max_model_len, wanted)

@@ -26,6 +26,18 @@ MAX_PATTERN_SIZE = 128
 """Longest repeated pattern looked for: each size is tried at each token."""
 MAX_PATTERN_COUNT = 1024
 """Most repetitions that may be asked for."""
+MAX_LOGIT_BIAS = 1024
+"""Most token ids that may have a bias."""
+MAX_ALLOWED_TOKEN_IDS = 16_384
+"""Most token ids that `allowed_token_ids` may list: they are laid out anew at each token."""
+MAX_BAD_WORDS = 128
+"""Most words one request may forbid: each is compared with the end of the output at each token."""
+MAX_BAD_WORD_CHARS = 256
+"""Longest word to forbid."""
+MAX_LOGPROBS = 20
+"""Most likeliest tokens that may be told beside each token."""
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
+"""Beyond these, logits of the usual size would leave what float32 tells apart."""
 MAX_TOP_K = 2**31 - 1
 """No vocabulary is larger; what is sent must fit a word."""
 GREEDY_BELOW = 1e-5
@@ -43,7 +55,7 @@ class OutputKind(enum.StrEnum):
     FINAL_ONLY = "final_only"
 
 
-class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True):
+class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """When output that goes round in circles is ended, with finish reason `repetition`.
 
     Attributes:
@@ -79,6 +91,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         top_k: Keep this many most likely tokens; 0 or -1 keeps all.
         top_p: Keep the smallest set of most likely tokens with at least this probability; in (0, 1].
         min_p: Drop tokens less likely than this share of the most likely one; in [0, 1].
+        presence_penalty: Taken off the logit of every token that the output holds; -2 to 2.
+        frequency_penalty: Taken off a token's logit for each time that the output holds it; -2 to 2.
+        repetition_penalty: Divides the logit of every token in prompt or output, or multiplies it where it is negative;
+            0.01 to 100, 1 for none.
+        logit_bias: Token id → what is added to its logit, -100 to 100.
+        allowed_token_ids: All other tokens are forbidden; None allows all.
+        bad_words: Words that must not come in the output, at its start or after a space.
+        logprobs: Tell each token's logprob and rank, and the logprobs of this many likeliest ones, 0 to 20; None for
+            none. They are the model's own, before every parameter here.
+        prompt_logprobs: Likewise for the prompt's tokens but the first; nothing cached is then read.
         seed: Draws depend only on (seed, position); None lets the client draw a seed.
         max_tokens: Most tokens to generate, at least 1; None means up to the context's end.
         min_tokens: No end (EOS, stop token or stop string) before this many tokens.
@@ -91,6 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         skip_special_tokens: Leave special tokens out of the text.
         output_kind: See `OutputKind`; None takes the call's default.
         eos_token_ids: The model's end tokens; resolved by the input processor, never by users.
+        bad_words_token_ids: Each spelling of a bad word in tokens; likewise.
     """
 
     n: int = 1
@@ -98,6 +121,14 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str, ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
     max_tokens: int | None = 16
     min_tokens: int = 0
@@ -110,6 +141,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     skip_special_tokens: bool = True
     output_kind: OutputKind | None = None
     eos_token_ids: tuple[int, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -129,6 +161,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.top_p == 0:
             raise InvalidRequest("top_p must be greater than 0 and at most 1, got 0", param="top_p")
         _check_number("min_p", self.min_p, 0.0, 1.0)
+        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        _check_number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
+        msgspec.structs.force_setattr(self, "logit_bias", _logit_bias(self.logit_bias))
+        if self.allowed_token_ids is not None:
+            self._check_allowed_token_ids(self.allowed_token_ids)
+        self._check_bad_words(self.bad_words)
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.seed is not None:
             _check_int("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
@@ -150,6 +192,36 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def is_greedy(self) -> bool:
         """Whether the most likely token is always taken."""
         return self.temperature < GREEDY_BELOW
+
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens are made less or more likely for having come before."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether a draw needs the tokens before it."""
+        return self.penalises or bool(self.bad_words_token_ids)
+
+    def _check_allowed_token_ids(self, token_ids: Any) -> None:
+        _check_count("allowed_token_ids", token_ids, MAX_ALLOWED_TOKEN_IDS)
+        _freeze(self, "allowed_token_ids", token_ids, int)
+        if not self.allowed_token_ids:
+            message = "allowed_token_ids must hold at least one token id, got none; leave it out to allow all"
+            raise InvalidRequest(message, param="allowed_token_ids")
+
+    def _check_bad_words(self, words: Any) -> None:
+        _check_count("bad_words", words, MAX_BAD_WORDS)
+        _freeze(self, "bad_words", words, str)
+        for word in self.bad_words:
+            if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
+                shown = f"a word of {len(word)} characters" if word.strip() else repr(word)
+                raise InvalidRequest(
+                    f"bad_words must hold words of 1 to {MAX_BAD_WORD_CHARS} characters, not all of them spaces, "
+                    f"got {shown}",
+                    param="bad_words",
+                )
+            check_text("bad_words", word)
 
 
 def check_text(name: str, text: str | None) -> None:
@@ -186,6 +258,28 @@ def _repetition_detection(value: Any) -> RepetitionDetection:
         message = f"repetition_detection must be an object of {', '.join(known)}, got {value!r}"
         raise InvalidRequest(message, param="repetition_detection")
     return RepetitionDetection(**value)
+
+
+def _logit_bias(given: Any) -> dict[int, float]:
+    """Return a checked copy of a map of token ids, which are strings in JSON."""
+    if not isinstance(given, dict):
+        raise InvalidRequest(f"logit_bias must be a map of token ids to numbers, got {given!r}", param="logit_bias")
+    if len(given) > MAX_LOGIT_BIAS:
+        message = f"logit_bias may hold at most {MAX_LOGIT_BIAS} token ids, got {len(given)}"
+        raise InvalidRequest(message, param="logit_bias")
+    checked = {}
+    for key, bias in given.items():
+        is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
+        token_id: Any = int(key) if is_digits else key
+        if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < 2**31:
+            message = f"logit_bias must have token ids from 0 to {2**31 - 1} as keys, got {key!r}"
+            raise InvalidRequest(message, param="logit_bias")
+        try:
+            _check_number(f"logit_bias of token {token_id}", bias, -100.0, 100.0)
+        except InvalidRequest as error:
+            raise InvalidRequest(str(error), param="logit_bias") from None
+        checked[token_id] = float(bias)
+    return checked
 
 
 def _output_kind(value: Any) -> OutputKind:

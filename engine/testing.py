@@ -94,7 +94,7 @@ class LaunchedPlan:
         fails: Whether its step is to fail, or has failed.
         masks: Of its grammar rows.
         output: The result of its step, once it was executed.
-        follows_failure: Whether an earlier step failed after this plan was made: late tokens may be missing.
+        follows_failure: Whether an earlier step, or a row of it, failed after this plan was made: rows may be void.
         reads: For each row whose it is and which blocks it reads or writes.
     """
 
@@ -260,6 +260,7 @@ class CoreDriver:
             self.core.commit(plan, msgspec.structs.replace(output, failed=failed), self._tick())
         else:
             self.core.fail(plan, SIMULATED_FAILURE, None if blamed is None else [RequestId(name) for name in blamed])
+        if output is None or failed:
             for later in self.plans:
                 later.follows_failure = True
         self.check()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from functools import partial
 
 from engine.scheduler.policy import POLICIES
@@ -26,6 +27,8 @@ def main() -> None:
     parser.add_argument("--policy", choices=sorted(POLICIES), help="scheduler: this policy only (default: any)")
     parser.add_argument("--record", action="store_true", help="faults: keep the histories that find them as tests")
     arguments = parser.parse_args()
+    if not 0 < arguments.minutes < math.inf:
+        parser.error(f"--minutes must be above 0 and finite, got {arguments.minutes}")
     if arguments.policy is not None and arguments.target != "scheduler":
         parser.error(f"--policy goes with the target scheduler, not with {arguments.target}")
     if arguments.record and arguments.target != "faults":

@@ -412,9 +412,11 @@ class Simulation:
             if row.request_id not in sessions  # the end of a turn makes its further rows void
         }
         counts = not launched.follows_failure
-        self._has_broken_rows = self._has_broken_rows or bool(guilty)
         driver.finish_step(broken=guilty, more=more)
         broken = launched.output.failed if launched.output is not None else {}
+        if broken or guilty:
+            self._has_broken_rows = True
+            self.count_untold()  # who relied on them computes anew
         for name, number in numbers.items():
             if name in broken:
                 continue  # its grammar allowed nothing more

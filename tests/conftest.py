@@ -78,6 +78,39 @@ def smollm2_folder() -> Path:
     return resolve(DEFAULT)
 
 
+@pytest.fixture(scope="session")
+def byte_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tiny llama of random float32 weights whose tokens are the 256 bytes."""
+    import tokenizers
+    import torch
+    import transformers
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=256,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    torch.manual_seed(5)
+    folder = tmp_path_factory.mktemp("byte-llama")
+    transformers.LlamaForCausalLM(config).eval().save_pretrained(folder)
+    vocab = {character: byte for byte, character in bytes_to_unicode().items()}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.save(str(folder / "tokenizer.json"))
+    template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return folder
+
+
 ROOT = Path(__file__).parent.parent
 
 

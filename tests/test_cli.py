@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -58,6 +59,16 @@ def test_generate_prints_several_completions_one_after_the_other() -> None:
     result = run("generate", "null", "hello", "--n", "2", "--max-tokens", "5", "--chat")
     text = chat_answer([("user", "hello")], 5)
     assert result.stdout == f"[0: length]\n{text}\n[1: length]\n{text}\n"
+
+
+def test_generate_prints_a_table_of_logprobs_after_the_text(byte_llama: Path) -> None:
+    words = ["--logprobs", "1", "--prompt-logprobs", "0", "--allowed-token-ids", "97", "--num-threads", "1"]
+    result = run("generate", str(byte_llama), "hi", "--max-tokens", "2", *words, "--num-gpu-blocks-override", "64")
+    assert result.returncode == 0, result.stderr
+    title, prompt, reason, text, *table = result.stdout.splitlines()
+    assert (title, reason, text, len(table)) == ("[prompt]", "[0: length]", "aa", 2)
+    assert re.fullmatch(r"-\d+\.\d{4} 'i'\trank \d+", prompt)
+    assert re.fullmatch(r"-\d+\.\d{4} 'a'\trank \d+\t-\d+\.\d{4} .+", table[0])
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from engine.config import EngineConfig
@@ -12,7 +13,7 @@ from engine.flags import SAMPLING_HELP, flags_of, parse, sampling_from, settings
 from engine.parser import make_parser
 from engine.sampling_params import SamplingParams
 
-NOT_FOR_USERS = {"output_kind", "eos_token_ids"}
+NOT_FOR_USERS = {"output_kind", "eos_token_ids", "bad_words_token_ids"}
 
 
 @pytest.fixture
@@ -54,6 +55,37 @@ def test_sampling_flags_make_sampling_params() -> None:
         ignore_eos=True,
         n=2,
     )
+
+
+def test_flags_of_lists_and_maps_of_token_ids(file: Path) -> None:
+    words = ["--allowed-token-ids", "5", "--allowed-token-ids", "6", "--bad-words", "a b", "--logit-bias", '{"5": 1.5}']
+    words += ["--repetition-penalty", "1.1", "--presence-penalty", "-1", "--frequency-penalty", "0.5"]
+    words += ["--logprobs", "3", "--prompt-logprobs", "0"]
+    expected = SamplingParams(
+        allowed_token_ids=(5, 6),
+        bad_words=("a b",),
+        logit_bias={5: 1.5},
+        repetition_penalty=1.1,
+        presence_penalty=-1.0,
+        frequency_penalty=0.5,
+        logprobs=3,
+        prompt_logprobs=0,
+        max_tokens=None,
+        temperature=0,
+    )
+    rest = ["--temperature", "0"]
+    params = sampling_from(parse(make_parser(), ["generate", "null", "text", *words, *rest]))
+    assert params == msgspec.structs.replace(expected, max_tokens=params.max_tokens)
+    file.write_text("allowed-token-ids = [5, 6]\nlogit-bias = {5 = 1.5}\n")
+    from_file = sampling_from(parse(make_parser(), ["generate", "null", "text", "--config", str(file)]))
+    assert (from_file.allowed_token_ids, from_file.logit_bias) == ((5, 6), {5: 1.5})
+
+
+def test_a_flag_that_is_not_json_exits_with_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        parse(make_parser(), ["generate", "text", "--logit-bias", "{5"])
+    assert exit_info.value.code == 2
+    assert "'{5' is not JSON" in capsys.readouterr().err
 
 
 def test_a_parameter_out_of_range_is_refused_by_name() -> None:

@@ -7,6 +7,7 @@ from quart import Response
 from engine.errors import RequestError
 from web.body import read_json_body
 from web.generation import AnswerForm, answer
+from web.logprobs import of_chat
 from web.schemas import decode_chat_completion
 from web.state import ServerState
 
@@ -18,6 +19,8 @@ FORM = AnswerForm(
     piece=lambda text: {"delta": {"content": text}},
     ending={"delta": {}},
     whole=lambda text: {"message": {"role": "assistant", "content": text, "refusal": None}},
+    logprobs=of_chat,
+    has_prompt_logprobs_in_choice=False,
 )
 
 

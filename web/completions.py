@@ -6,6 +6,7 @@ from quart import Response
 
 from web.body import read_json_body
 from web.generation import AnswerForm, answer
+from web.logprobs import of_completion
 from web.schemas import decode_completion
 from web.state import ServerState
 
@@ -17,6 +18,8 @@ FORM = AnswerForm(
     piece=lambda text: {"text": text},
     ending={"text": ""},
     whole=lambda text: {"text": text},
+    logprobs=of_completion,
+    has_prompt_logprobs_in_choice=True,
 )
 
 

@@ -18,10 +18,11 @@ import trio
 from quart import Response
 
 from engine.client.async_llm import Stream
-from engine.client.output_processor import CompletionOutput
+from engine.client.output_processor import CompletionOutput, Logprobs
+from engine.client.tokenizer import Tokenizer
 from engine.errors import EngineDeadError
 from engine.sampling_params import SamplingParams
-from web import sse
+from web import logprobs, sse
 from web.errors import GenerationFailed, ServerStopping, describe
 from web.schemas import GenerationRequest
 from web.scope import RequestScope
@@ -41,6 +42,8 @@ class AnswerForm(NamedTuple):
         piece: New text → what a chunk's choice holds.
         ending: What the chunk with the finish reason holds.
         whole: All text → what a whole answer's choice holds.
+        logprobs: Logprobs, the tokenizer, where their text begins → what a choice holds of them.
+        has_prompt_logprobs_in_choice: Whether those of the prompt stand in its choices, not beside them.
     """
 
     id_prefix: str
@@ -50,6 +53,8 @@ class AnswerForm(NamedTuple):
     piece: Callable[[str], Json]
     ending: Json
     whole: Callable[[str], Json]
+    logprobs: Callable[[Logprobs, Tokenizer, int], Json]
+    has_prompt_logprobs_in_choice: bool
 
 
 class Delta(NamedTuple):
@@ -69,11 +74,10 @@ async def answer(
         EngineDeadError: There is no engine any more.
     """
     scope = RequestScope.current()
-    generation = Generation(state, form, params.n)
+    generation = Generation(state, form, params)
     await generation.open(
         scope,
         prompts,
-        params,
         priority=request.priority or 0,
         cache_salt=request.cache_salt,
         client_key=request.user,
@@ -90,18 +94,20 @@ class Generation:
     Choice `i` of prompt `p` has the index `p * n + i`.
     """
 
-    def __init__(self, state: ServerState, form: AnswerForm, n: int) -> None:
+    def __init__(self, state: ServerState, form: AnswerForm, params: SamplingParams) -> None:
         """Prepare an answer in `form`; `open` starts it."""
         self._state = state
         self._form = form
-        self._n = n
+        self._params = params
+        self._n = params.n
         self._streams: list[Stream] = []
         self._id = f"{form.id_prefix}-{secrets.token_hex(16)}"
         self._created = int(time.time())
         self._opened: set[int] = set()
+        self._num_chars: dict[int, int] = {}
         self._has_begun = False
 
-    async def open(self, scope: RequestScope, prompts: Sequence[Any], params: SamplingParams, **options: Any) -> None:
+    async def open(self, scope: RequestScope, prompts: Sequence[Any], **options: Any) -> None:
         """Start generating for every prompt; when `scope` ends, so does the generation.
 
         Raises:
@@ -113,7 +119,7 @@ class Generation:
         self._state.engine.check_room(len(prompts) * self._n)
         for index, prompt in enumerate(prompts):
             request_id = self._id if len(prompts) == 1 else f"{self._id}-{index}"
-            generating = self._state.engine.generate(prompt, params, request_id=request_id, **options)
+            generating = self._state.engine.generate(prompt, self._params, request_id=request_id, **options)
             self._streams.append(await scope.stack.enter_async_context(generating))
             if self._state.aborting:  # since this request was accepted; nothing of it has been answered yet
                 raise ServerStopping
@@ -126,11 +132,19 @@ class Generation:
             EngineDeadError: The engine ended before the request did.
         """
         choices = []
+        extra: Json = {}
         for prompt, stream in enumerate(self._streams):
-            for output in (await stream.collect()).outputs:
+            collected = await stream.collect()
+            of_prompt: Json = {}
+            if self._params.prompt_logprobs is not None:
+                tokenizer = self._state.engine.tokenizer
+                of_prompt = {"prompt_logprobs": logprobs.of_prompt(collected.prompt_logprobs, tokenizer)}
+            for output in collected.outputs:
                 delta = self._taken(prompt, output)
-                choices.append(self._choice(delta, self._form.whole(output.text), ends=True))
-        return self._envelope(self._form.kind, choices, usage=self._usage())
+                choice = self._choice(delta, self._form.whole(output.text), told=output.logprobs, ends=True)
+                choices.append(choice | of_prompt if self._form.has_prompt_logprobs_in_choice else choice)
+            extra = {} if self._form.has_prompt_logprobs_in_choice else of_prompt
+        return self._envelope(self._form.kind, choices, usage=self._usage(), **extra)
 
     async def start_events(self, scope: RequestScope, include_usage: bool) -> AsyncGenerator[bytes, None]:
         """Wait for the first output, then return the events from it on; raises as `collect` does until then."""
@@ -211,19 +225,29 @@ class Generation:
         if self._form.opening is not None and delta.choice not in self._opened:
             self._opened.add(delta.choice)
             yield self._chunk(delta, self._form.opening, extra)
-        if delta.output.text:
-            yield self._chunk(delta, self._form.piece(delta.output.text), extra)
+        if delta.output.text or delta.output.logprobs:
+            yield self._chunk(delta, self._form.piece(delta.output.text), extra, told=delta.output.logprobs)
         if delta.output.finish_reason is not None:
             yield self._chunk(delta, self._form.ending, extra, ends=True)
 
-    def _chunk(self, delta: Delta, filling: Json, extra: Json, *, ends: bool = False) -> Json:
-        return self._envelope(self._form.chunk_kind, [self._choice(delta, filling, ends=ends)], **extra)
+    def _chunk(
+        self, delta: Delta, filling: Json, extra: Json, *, told: Logprobs | None = None, ends: bool = False
+    ) -> Json:
+        return self._envelope(self._form.chunk_kind, [self._choice(delta, filling, told=told, ends=ends)], **extra)
 
-    def _choice(self, delta: Delta, filling: Json, *, ends: bool) -> Json:
-        choice = {"index": delta.choice, **filling, "logprobs": None, "finish_reason": None}
+    def _choice(self, delta: Delta, filling: Json, *, told: Logprobs | None, ends: bool) -> Json:
+        shown = self._logprobs(delta.choice, told) if told else None
+        choice = {"index": delta.choice, **filling, "logprobs": shown, "finish_reason": None}
         if ends:
             choice |= {"finish_reason": delta.output.finish_reason, "stop_reason": delta.output.stop_reason}
         return choice
+
+    def _logprobs(self, choice: int, told: Logprobs) -> Json:
+        offset = self._num_chars.get(choice, 0)
+        shown = self._form.logprobs(told, self._state.engine.tokenizer, offset)
+        if "text_offset" in shown:
+            self._num_chars[choice] = shown["text_offset"][-1] + len(shown["tokens"][-1])
+        return shown
 
     def _envelope(self, kind: str, choices: list[Json], **extra: Any) -> Json:
         return {

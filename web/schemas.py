@@ -13,7 +13,7 @@ import msgspec
 from msgspec import Meta
 
 from engine.errors import InvalidRequest
-from engine.sampling_params import OutputKind, RepetitionDetection, SamplingParams
+from engine.sampling_params import MAX_LOGPROBS, OutputKind, RepetitionDetection, SamplingParams
 
 MAX_PROMPTS = 128
 """Most prompts in one completions request."""
@@ -24,15 +24,8 @@ Neutral = dict[str, tuple[Any, ...]]
 """Field name → the values, beside null, that ask for nothing."""
 
 _NOT_BUILT: Neutral = {
-    "presence_penalty": (0, 0.0),
-    "frequency_penalty": (0, 0.0),
-    "repetition_penalty": (1, 1.0),
     "length_penalty": (1, 1.0),
-    "logit_bias": ({},),
     "use_beam_search": (False,),
-    "prompt_logprobs": (),
-    "bad_words": ([],),
-    "allowed_token_ids": (),
     "structured_outputs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
@@ -41,8 +34,6 @@ _NOT_BUILT: Neutral = {
     "add_special_tokens": (True,),
 }
 _NOT_BUILT_IN_CHAT: Neutral = _NOT_BUILT | {
-    "logprobs": (False,),
-    "top_logprobs": (0,),
     "tools": ([],),
     "tool_choice": ("none", "auto"),
     "parallel_tool_calls": (True, False),
@@ -66,7 +57,6 @@ _NOT_BUILT_IN_CHAT: Neutral = _NOT_BUILT | {
     "documents": ([],),
 }
 _NOT_BUILT_IN_COMPLETIONS: Neutral = _NOT_BUILT | {
-    "logprobs": (),
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
@@ -96,6 +86,13 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    prompt_logprobs: int | None = None
     seed: int | None = None
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -117,13 +114,18 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         """Whether a stream ends with a chunk of usage."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to tell beside each token; None for no logprobs at all."""
+        return None
+
     def sampling_params(self, **defaults: Any) -> SamplingParams:
         """Return the sampling parameters; what the request leaves open is taken from `defaults`.
 
         Raises:
             InvalidRequest: A value is out of range; the caller's fault.
         """
-        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS}
+        given = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | {"logprobs": self.num_logprobs}
         kind = OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY
         chosen = defaults | {name: value for name, value in given.items() if value is not None}
         return SamplingParams(output_kind=kind, **chosen)
@@ -132,6 +134,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
         """Check what spans several fields; raises InvalidRequest."""
         if self.stream_options is not None and not self.stream:
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise InvalidRequest("prompt_logprobs needs stream to be false", param="prompt_logprobs")
 
 
 _SAMPLING_FIELDS = tuple(
@@ -155,12 +159,24 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
 
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to tell beside each token; None for no logprobs at all."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
         """Check what spans several fields; raises InvalidRequest."""
         super().check()
         if not self.messages:
             raise InvalidRequest("messages must hold at least one message, got none", param="messages")
+        if self.top_logprobs and not self.logprobs:
+            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
+            message = f"top_logprobs must be from 0 to {MAX_LOGPROBS}, got {self.top_logprobs}"
+            raise InvalidRequest(message, param="top_logprobs")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise InvalidRequest(
@@ -186,6 +202,12 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
     """Body of `POST /v1/completions`; `prompt` is text, token ids, or a list of either."""
 
     prompt: str | list[Any]
+    logprobs: int | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many of the likeliest tokens to tell beside each token; None for no logprobs at all."""
+        return self.logprobs
 
     @property
     def prompts(self) -> list[Prompt]:

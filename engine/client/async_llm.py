@@ -20,7 +20,7 @@ from engine.client.tokenizer import Tokenizer
 from engine.config import EngineConfig
 from engine.errors import Cause, EngineDeadError, RequestAborted
 from engine.metrics import SchedulerStats
-from engine.outputs import RequestId
+from engine.outputs import Logprobs, RequestId
 from engine.protocol import (
     AbortReason,
     EngineCoreOutput,
@@ -91,15 +91,26 @@ class Stream:
             self._news = trio.Event()
             await self._news.wait()
 
+    @property
+    def prompt_logprobs(self) -> Logprobs | None:
+        """Of the prompt's tokens but the first, when asked for; known with the first token."""
+        return self._state.prompt_logprobs
+
     async def collect(self) -> RequestOutput:
         """Read to the end and return the whole."""
         outputs = [CompletionOutput(index=i, token_ids=[]) for i in range(len(self._state.completions))]
+        logprobs: list[list[Logprobs]] = [[] for _ in outputs]
         async for news in self:
             if self._kind is OutputKind.DELTA:
                 told = outputs[news.index]
                 news.text = told.text + news.text
                 news.token_ids = told.token_ids + news.token_ids
+                if news.logprobs is not None:
+                    logprobs[news.index].append(news.logprobs)
             outputs[news.index] = news
+        for output, parts in zip(outputs, logprobs, strict=True):
+            if parts:
+                output.logprobs = Logprobs.join(parts)
         return self._state.output(outputs)
 
     def wake(self, death: EngineDeadError | None = None) -> None:

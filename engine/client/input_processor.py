@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections.abc import Mapping, Sequence
@@ -22,6 +23,18 @@ PromptInput = str | Sequence[int] | Messages
 
 _BASE_36 = "0123456789abcdefghijklmnopqrstuvwxyz"
 _SEED_BITS = 64
+_NEEDS_LOGITS = (
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+    "logprobs",
+    "prompt_logprobs",
+)
+"""Parameters that the integer model, which has no logits, cannot obey."""
+_NEUTRAL = SamplingParams()
 MAX_PRIORITY = 2**31 - 1
 """Priorities are from minus this to this; lower is more urgent."""
 
@@ -51,6 +64,7 @@ class InputProcessor:
         self._vocab_size = ready.vocab_size
         self._tokenizer = tokenizer
         self._client_index = client_index
+        self._has_logits = config.model != "null"
         self._policy = config.scheduling_policy
         self._seeds = random.Random(config.seed)
         self._num_requests = 0
@@ -89,6 +103,7 @@ class InputProcessor:
 
         Raises:
             PromptTooLong: Prompt and asked tokens exceed the context, with the numbers.
+            InvalidRequest: An option or a parameter cannot be obeyed by this model; the caller's fault.
         """
         num_prompt_tokens = len(prompt.token_ids)
         room = self._max_model_len - num_prompt_tokens
@@ -109,9 +124,13 @@ class InputProcessor:
                 f"min_tokens is {params.min_tokens}, but only {room} fit the context", param="min_tokens"
             )
         self._check_options(options)
+        params = self._with_token_ids(params)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(_SEED_BITS)
         label = options.request_id or f"request-{_base_36(self._num_requests)}"
-        return label, [self._make_request(label, prompt, params, options, seed + i, room) for i in range(params.n)]
+        others = msgspec.structs.replace(params, prompt_logprobs=None)  # the first completion tells the prompt's
+        return label, [
+            self._make_request(label, prompt, others if i else params, options, seed + i, room) for i in range(params.n)
+        ]
 
     def _make_request(
         self, label: str, prompt: Prompt, params: SamplingParams, options: RequestOptions, seed: int, room: int
@@ -135,6 +154,34 @@ class InputProcessor:
             client_key=options.client_key,
             cache_salt=options.cache_salt,
         )
+
+    def _with_token_ids(self, params: SamplingParams) -> SamplingParams:
+        """Check what `params` say of token ids, and resolve bad words into them."""
+        if not self._has_logits:
+            for name in _NEEDS_LOGITS:
+                if getattr(params, name) != getattr(_NEUTRAL, name):
+                    message = f"{name} needs a model with logits, and the integer model has none: leave it out"
+                    raise InvalidRequest(message, param=name)
+            return params
+        for name, token_ids in (("allowed_token_ids", params.allowed_token_ids), ("logit_bias", params.logit_bias)):
+            if token_ids and max(token_ids) >= self._vocab_size:
+                raise InvalidRequest(
+                    f"{name} holds token id {max(token_ids)}, which is outside the vocabulary: ids are from 0 to "
+                    f"{self._vocab_size - 1}",
+                    param=name,
+                )
+        if not params.bad_words:
+            return params
+        spellings = [self._spellings(word) for word in params.bad_words]
+        return msgspec.structs.replace(
+            params, bad_words_token_ids=tuple(dict.fromkeys(itertools.chain.from_iterable(spellings)))
+        )
+
+    def _spellings(self, word: str) -> list[tuple[int, ...]]:
+        """Return a bad word in tokens as it would stand at the start of a text and after a space."""
+        word = word.lstrip()
+        texts = (word, f" {word}")
+        return [ids for text in texts if (ids := tuple(self._tokenizer.encode(text, add_special_tokens=False)))]
 
     def _check_length(self, text: str) -> None:
         """Refuse, before the work of tokenizing it, a text that cannot fit however it is tokenized."""

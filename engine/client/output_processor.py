@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import msgspec
 
 from engine.client.detokenizer import Detokenizer
 from engine.client.tokenizer import Tokenizer
 from engine.errors import Cause
 from engine.outputs import FinishReason, RequestId
+from engine.outputs import Logprobs as Logprobs  # part of what readers get, and so of this interface
 from engine.protocol import EngineCoreOutput, EngineCoreRequest
 from engine.sampling_params import OutputKind
 
@@ -30,7 +29,7 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     index: int
     text: str = ""
     token_ids: list[int] = []
-    logprobs: Any = None
+    logprobs: Logprobs | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: Cause | None = None
@@ -82,6 +81,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
         finished: Whether all have ended.
         metrics: When things happened.
         num_cached_tokens: Prompt tokens the prefix cache gave.
+        prompt_logprobs: Of the prompt's tokens but the first, when asked for and the prompt was computed.
     """
 
     request_id: str
@@ -91,6 +91,7 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     finished: bool
     metrics: RequestMetrics
     num_cached_tokens: int = 0
+    prompt_logprobs: Logprobs | None = None
 
 
 class Completion:
@@ -105,6 +106,7 @@ class Completion:
         self._kind = kind
         self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.sampling_params)
         self._pending = CompletionOutput(index=index, token_ids=[])
+        self._logprobs: list[Logprobs] = []
         self._has_news = False
 
     def add(self, output: EngineCoreOutput) -> bool:
@@ -117,6 +119,8 @@ class Completion:
         pending.text += increment.text
         pending.token_ids.extend(new_token_ids)
         self.num_tokens += len(new_token_ids)
+        if output.logprobs is not None:
+            self._logprobs.append(output.logprobs.part(0, len(new_token_ids)))
         if increment.stop_string is not None:
             pending.finish_reason, pending.stop_reason = FinishReason.STOP, increment.stop_string
         else:
@@ -137,15 +141,21 @@ class Completion:
         if not self._has_news or (self._kind is OutputKind.FINAL_ONLY and not self.is_finished):
             return None
         self._has_news = False
-        told = self._pending
         if self._kind is OutputKind.DELTA:
+            told = self._pending
+            told.logprobs = self._told_logprobs()
             self._pending = CompletionOutput(index=self.index, token_ids=[])
+            self._logprobs = []
             return told
         return self.final()
 
     def final(self) -> CompletionOutput:
         """Return all so far of a completion that is not read by deltas."""
-        return msgspec.structs.replace(self._pending, token_ids=list(self._pending.token_ids))
+        token_ids = list(self._pending.token_ids)
+        return msgspec.structs.replace(self._pending, token_ids=token_ids, logprobs=self._told_logprobs())
+
+    def _told_logprobs(self) -> Logprobs | None:
+        return Logprobs.join(self._logprobs) if self._logprobs else None
 
 
 class RequestState:
@@ -165,6 +175,7 @@ class RequestState:
         self.prompt = prompt
         self.prompt_token_ids = requests[0].prompt_token_ids
         self.num_cached_tokens = 0
+        self.prompt_logprobs: Logprobs | None = None
         self.metrics = RequestMetrics(arrival_s=arrival_s)
         self.completions = {
             request.request_id: Completion(index, request, kind, tokenizer) for index, request in enumerate(requests)
@@ -193,6 +204,8 @@ class RequestState:
         """Take in an output of one of the completions; return whether that one must be aborted (stop string)."""
         if output.num_cached_tokens is not None:
             self.num_cached_tokens = max(self.num_cached_tokens, output.num_cached_tokens)
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
         self.metrics.num_preemptions += sum(event.kind == "preempted" for event in output.events)
         if output.new_token_ids and self.metrics.first_token_s is None:
             self.metrics.first_token_s = now_s
@@ -219,4 +232,5 @@ class RequestState:
             finished=self.is_finished,
             metrics=self.metrics,
             num_cached_tokens=self.num_cached_tokens,
+            prompt_logprobs=self.prompt_logprobs,
         )

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-"""What generation_config.json says of sampling; those that `SamplingParams` has are obeyed."""
+"""What is obeyed of a generation_config.json."""
 _NO_SAMPLING = frozenset(
     {"do_sample", "transformers_version", "_from_model_config", "cache_implementation", "use_cache", "max_length"}
 )
@@ -184,13 +184,10 @@ def _eos_token_ids(folder: Path, backend: tokenizers.Tokenizer, named: dict[str,
 def _sampling_defaults(path: Path) -> dict[str, Any]:
     """Return what a generation_config.json says of sampling; what is not obeyed is named in one log line."""
     content = {name: value for name, value in _read_json(path).items() if value is not None}
-    if content.get("repetition_penalty") == 1:  # says nothing
-        del content["repetition_penalty"]
-    known = {name for name in _SAMPLING if name in SamplingParams.__struct_fields__}
-    ignored = [name for name in content if name not in known | _NO_SAMPLING and not name.endswith("_token_id")]
+    ignored = [name for name in content if name not in _NO_SAMPLING.union(_SAMPLING) and not name.endswith("_token_id")]
     if ignored:
         logger.info("%s asks for what is not obeyed: %s", path, ", ".join(sorted(ignored)))
-    defaults = {name: content[name] for name in _SAMPLING if name in known and name in content}
+    defaults = {name: content[name] for name in _SAMPLING if name in content}
     try:
         SamplingParams(**defaults)
     except InvalidRequest as error:

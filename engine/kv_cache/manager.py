@@ -17,6 +17,7 @@ given back as soon as no uncommitted step can read them, and the table has null 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import takewhile
 
@@ -127,13 +128,9 @@ class KVCacheManager:
         return max_blocks_for(self._groups, num_tokens, self.block_size, self._max_in_flight)
 
     def num_blocks(self, request: Request) -> int:
-        """Return how many blocks a running request holds, shared ones included."""
-        return self._tables[request.request_id].num_blocks
-
-    def num_own_blocks(self, request: Request) -> int:
-        """Return how many blocks would be free without a running request, now or once no plan names them."""
+        """Return how many blocks a running request holds or is promised, shared ones included."""
         tables = self._tables[request.request_id]
-        return sum(self.pool.num_references(block) == 1 for table in tables for block in table.blocks)
+        return tables.num_blocks + tables.num_promised
 
     # A request comes
 
@@ -158,6 +155,8 @@ class KVCacheManager:
         lacks_tokens = max_new is not None and shortage.num_new > max_new
         if not (lacks_blocks or lacks_tokens):
             return False
+        if shortage.free_hit is not None and self.pool.num_references(shortage.free_hit) > 0:
+            return False
         return shortage.next_block is None or self.prefix_cache.find(*shortage.next_block) is None
 
     def has_room(self, request: Request, match: Match, num_reserved: int = 0, max_new: int | None = None) -> bool:
@@ -172,21 +171,42 @@ class KVCacheManager:
             num_reserved: Blocks to leave free.
             max_new: Tokens that can be computed in this step, where they must be computed at once.
         """
-        num_needed = self.max_blocks(request.num_tokens)
-        for group, blocks in zip(self._groups, match.blocks, strict=True):
-            if group.sliding_window is None:  # what a window holds is given back while more is taken
-                num_needed -= sum(self.pool.num_references(block) > 0 for block in blocks)
+        hits = self._shareable(match)
+        is_used = [self.pool.num_references(block) > 0 for block in hits]
+        num_needed = self.max_blocks(request.num_tokens) - sum(is_used)
         num_new = request.num_tokens - match.num_tokens
         has_room = num_needed + num_reserved <= self.num_available_blocks and (max_new is None or num_new <= max_new)
-        request.shortage = None if has_room else Shortage(num_needed, num_new, self._next_block(request, match))
+        free_hit = None if all(is_used) else hits[is_used.index(False)]
+        next_block = None if has_room else self._next_block(request, match)
+        request.shortage = None if has_room else Shortage(num_needed, num_new, next_block, free_hit)
         return has_room
 
-    def num_missing_blocks(self, request: Request, num_reserved: int) -> int:
-        """Return how many more blocks must become free before `has_room`; 0 where it is so already."""
-        if not self.is_short(request, num_reserved, None):
-            self.has_room(request, self.match(request), num_reserved)
-        num_needed = 0 if request.shortage is None else request.shortage.num_blocks + num_reserved
-        return max(0, num_needed - self.num_available_blocks)
+    def num_victims(self, request: Request, match: Match, victims: Sequence[Request], num_reserved: int) -> int | None:
+        """Return how many of `victims`, in order, must leave before `request` has room behind `match`.
+
+        None where all of them are not enough. A block is free once the last who uses it has left; what the victims
+        were promised is free too, and what `request` would have shared with them alone it must take itself.
+        """
+        hits = {*self._shareable(match)}
+        num_needed = self.max_blocks(request.num_tokens)
+        num_needed += num_reserved - sum(self.pool.num_references(block) > 0 for block in hits)
+        num_free, left = self.num_available_blocks, Counter[BlockId]()
+        for count, victim in enumerate(victims):
+            if num_needed <= num_free:
+                return count
+            tables = self._tables[victim.request_id]
+            num_free += tables.num_promised
+            for block in (block for table in tables for block in table.blocks[table.num_skipped :]):
+                left[block] += 1
+                if left[block] == self.pool.num_references(block):
+                    num_free += 1
+                    num_needed += block in hits
+        return len(victims) if num_needed <= num_free else None
+
+    def _shareable(self, match: Match) -> list[BlockId]:
+        """Return the matched blocks that cost nothing while others use them: not those that a window will give back."""
+        pairs = zip(self._groups, match.blocks, strict=True)
+        return [block for group, blocks in pairs if group.sliding_window is None for block in blocks]
 
     def admit(self, request: Request, match: Match) -> None:
         """Give `request` tables that begin with the matched blocks, shared; `grow` extends them."""
@@ -290,11 +310,13 @@ class KVCacheManager:
         tables = self._tables[request.request_id]
         return any(not blocks.isdisjoint(table.blocks[:num_full]) for table in tables)
 
-    def forget(self, request: Request) -> None:
-        """Let nobody hit the blocks of `request`, which a plan in flight names: they are not to be trusted."""
+    def forget(self, request: Request, start: int) -> set[BlockId]:
+        """Let nobody hit what `request` computed from position `start` on, which is not to be trusted; return it."""
         held = self._held.get(request.last_step, {}).get(request.request_id, ())
-        for table in self._tables.get(request.request_id, held):
-            self.prefix_cache.forget(table.blocks)
+        tables = self._tables.get(request.request_id, held)
+        blocks = {block for table in tables for block in table.blocks[start // self.block_size :]} - {NULL_BLOCK}
+        self.prefix_cache.forget(blocks)
+        return blocks
 
     # A request leaves
 

@@ -5,13 +5,30 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from engine.attention.base import AttentionBatch, RequestRows
-from engine.outputs import RequestId, ScheduledRequest, SchedulerOutput
+from engine.outputs import RequestId, ScheduledRequest, SchedulerOutput, TokenArray
 from engine.sampling.sampler import SamplingRow
+
+
+class PromptRows(NamedTuple):
+    """Rows of a chunk whose logprobs of the prompt's next tokens are asked for.
+
+    Attributes:
+        request_id: Whose they are.
+        first_row: Index of the first among the step's tokens.
+        targets: The prompt token that follows each, `[n]`.
+        num_top: How many of the likeliest tokens to tell.
+    """
+
+    request_id: RequestId
+    first_row: int
+    targets: TokenArray
+    num_top: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +42,7 @@ class InputBatch:
         sampled: Indexes of the plan's rows that yield a token.
         last_rows: For each of those, the index of its last token, `[len(sampled)]`, int64.
         sampling: For each of those, what its draw needs.
+        prompts: Those rows of prompts whose logprobs are asked for.
     """
 
     token_ids: torch.Tensor
@@ -33,6 +51,7 @@ class InputBatch:
     sampled: Sequence[int]
     last_rows: torch.Tensor
     sampling: Sequence[SamplingRow]
+    prompts: Sequence[PromptRows] = ()
 
 
 class LateTokens:
@@ -90,8 +109,18 @@ def flatten(plan: SchedulerOutput, late_tokens: LateTokens, block_size: int) -> 
         attention=AttentionBatch([torch.from_numpy(np.concatenate(group)) for group in slots], rows),
         sampled=sampled,
         last_rows=torch.tensor([rows[i].first_row + rows[i].num_rows - 1 for i in sampled], dtype=torch.int64),
-        sampling=[_sampling_row(plan.requests[i]) for i in sampled],
+        sampling=[_sampling_row(plan.requests[i], late_tokens, plan.step) for i in sampled],
+        prompts=[
+            _prompt_rows(request, rows[i].first_row, request.sampling_params.prompt_logprobs)
+            for i, request in enumerate(plan.requests)
+            if request.sampling_params.prompt_logprobs is not None and request.start < request.num_prompt_tokens - 1
+        ],
     )
+
+
+def _prompt_rows(request: ScheduledRequest, first_row: int, num_top: int) -> PromptRows:
+    end = min(request.start + request.num_tokens, request.num_prompt_tokens - 1)
+    return PromptRows(request.request_id, first_row, request.tokens[request.start + 1 : end + 1], num_top)
 
 
 def _inputs(request: ScheduledRequest, late_tokens: LateTokens, step: int) -> np.ndarray:
@@ -101,6 +130,13 @@ def _inputs(request: ScheduledRequest, late_tokens: LateTokens, step: int) -> np
     return np.concatenate((known, late_tokens.last(request.request_id, request.num_late, step)))
 
 
-def _sampling_row(request: ScheduledRequest) -> SamplingRow:
+def _sampling_row(request: ScheduledRequest, late_tokens: LateTokens, step: int) -> SamplingRow:
     position = request.start + request.num_tokens
-    return SamplingRow(request.sampling_params, position, position - request.num_prompt_tokens)
+    num_output_tokens = position - request.num_prompt_tokens
+    if not request.sampling_params.reads_tokens:
+        return SamplingRow(request.sampling_params, position, num_output_tokens)
+    tokens = request.tokens
+    if position > len(tokens):  # not `num_late`: a late token may stand before this step's inputs
+        late = late_tokens.last(request.request_id, position - len(tokens), step)
+        tokens = np.concatenate((tokens, np.array(late, dtype=np.int32)))
+    return SamplingRow(request.sampling_params, position, num_output_tokens, tokens)

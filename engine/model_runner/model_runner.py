@@ -10,7 +10,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,16 @@ from engine.models.base import Model, ModelShape
 from engine.models.checkpoint import model_digest
 from engine.models.memory_estimate import refuse_what_cannot_fit
 from engine.models.registry import build_model
-from engine.outputs import Capacity, GrammarMasks, ModelRunnerOutput, RequestId, ScheduledRequest, SchedulerOutput
+from engine.outputs import (
+    Capacity,
+    GrammarMasks,
+    Logprobs,
+    ModelRunnerOutput,
+    RequestId,
+    ScheduledRequest,
+    SchedulerOutput,
+)
+from engine.sampling.processors import gather_logprobs
 from engine.sampling.sampler import Samples, sample
 from engine.sampling_params import SamplingParams
 
@@ -36,6 +45,9 @@ logger = logging.getLogger(__name__)
 
 MAX_CONCURRENT_PLANS = 1
 """Plans that may be uncommitted when another is executed, itself included."""
+
+PROMPT_ROWS_AT_ONCE = 64
+"""Rows of a prompt scored together for its logprobs: with 256k tokens, 64 MiB."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +57,7 @@ class _Executed:
     plan: SchedulerOutput
     batch: InputBatch | None
     hidden: torch.Tensor
+    prompt_hidden: Sequence[torch.Tensor]
     timings: dict[str, float]
 
 
@@ -110,15 +123,16 @@ class ModelRunner:
     def execute(self, plan: SchedulerOutput) -> None:
         """Run the forward of `plan`: its K/V is written, its sampling is due. An empty plan is legal."""
         if not plan.requests:
-            self._executed.append(_Executed(plan, None, torch.empty(0), {}))
+            self._executed.append(_Executed(plan, None, torch.empty(0), (), {}))
             return
         began = time.perf_counter()
         batch = flatten(plan, self._late_tokens, self._config.block_size)
         prepared = self.attention.prepare(batch.attention)
         flattened = time.perf_counter()
-        hidden = self._model.forward(batch.token_ids, batch.positions, prepared)[batch.last_rows]
+        hidden = self._model.forward(batch.token_ids, batch.positions, prepared)
+        prompt_hidden = [hidden[rows.first_row : rows.first_row + len(rows.targets)] for rows in batch.prompts]
         timings = {"flatten": flattened - began, "forward": time.perf_counter() - flattened}
-        self._executed.append(_Executed(plan, batch, hidden, timings))
+        self._executed.append(_Executed(plan, batch, hidden[batch.last_rows], prompt_hidden, timings))
 
     @torch.inference_mode()
     def sample(self, grammar_masks: GrammarMasks | None = None) -> ModelRunnerOutput:
@@ -136,6 +150,7 @@ class ModelRunner:
         plan, batch, timings = executed.plan, executed.batch, dict(executed.timings)
         token_ids: list[list[int]] = [[] for _ in plan.requests]
         failed: dict[RequestId, Cause] = {}
+        logprobs: list[Logprobs | None] | None = None
         if batch is not None and batch.sampled:
             samples = self._sample(executed, batch, grammar_masks, timings)
             for i, (row, token_id) in enumerate(zip(batch.sampled, samples.token_ids, strict=True)):
@@ -143,9 +158,35 @@ class ModelRunner:
                     failed[plan.requests[row].request_id] = samples.failed[i]
                 else:
                     token_ids[row].append(token_id)
+            if samples.logprobs:
+                logprobs = [None] * len(plan.requests)
+                for i, row_logprobs in samples.logprobs.items():
+                    logprobs[batch.sampled[i]] = row_logprobs
             sampled_ids = [plan.requests[row].request_id for row in batch.sampled]
             self._late_tokens.record(plan.step, dict(zip(sampled_ids, samples.token_ids, strict=True)))
-        return ModelRunnerOutput(step=plan.step, sampled_token_ids=token_ids, failed=failed, timings=timings)
+        return ModelRunnerOutput(
+            step=plan.step,
+            sampled_token_ids=token_ids,
+            logprobs=logprobs,
+            prompt_logprobs=self._prompt_logprobs(executed),
+            failed=failed,
+            timings=timings,
+        )
+
+    def _prompt_logprobs(self, executed: _Executed) -> dict[RequestId, Logprobs] | None:
+        """Score the prompts' tokens, a few rows at a time: all scores of a long chunk at once would take gigabytes."""
+        if not executed.prompt_hidden:
+            return None
+        assert executed.batch is not None
+        found = {}
+        for rows, hidden in zip(executed.batch.prompts, executed.prompt_hidden, strict=True):
+            targets = torch.from_numpy(rows.targets.astype(np.int64))
+            pieces = zip(
+                torch.split(hidden, PROMPT_ROWS_AT_ONCE), torch.split(targets, PROMPT_ROWS_AT_ONCE), strict=True
+            )
+            parts = [gather_logprobs(self._model.logits(piece), ids) for piece, ids in pieces]
+            found[rows.request_id] = Logprobs.join(parts).part(0, len(targets), rows.num_top)
+        return found
 
     def _sample(
         self, executed: _Executed, batch: InputBatch, masks: GrammarMasks | None, timings: dict[str, float]

@@ -13,10 +13,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.outputs import GrammarMasks
+from engine.outputs import GrammarMasks, Logprobs, TokenArray
+from engine.sampling_params import MAX_LOGPROBS
 
 SORTED_HEAD = 1024
 """Tokens sorted at first for top-p; rows whose bulk is wider are sorted whole."""
+
+Places = tuple[torch.Tensor, torch.Tensor]
+"""Rows and token ids, int64 `[m]` each: one pair a logit."""
 
 _MASK_64 = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -34,6 +38,75 @@ def apply_grammar_masks(logits: torch.Tensor, rows: Sequence[int], masks: Gramma
     forbidden = torch.from_numpy(bits[:, : logits.shape[1]] == 0).to(logits.device)
     for row, mask in zip(rows, forbidden, strict=True):
         logits[row].masked_fill_(mask, -torch.inf)
+
+
+def forbid(logits: torch.Tensor, places: Places) -> None:
+    """Set the logits at `places` to minus infinity, in place."""
+    logits[places] = -torch.inf
+
+
+def allow_only(logits: torch.Tensor, rows: Sequence[int], places: Places) -> None:
+    """Set the logits of `rows` to minus infinity but for those at `places`, in place."""
+    kept = logits[places]
+    logits[list(rows)] = -torch.inf
+    logits[places] = kept
+
+
+def add_bias(logits: torch.Tensor, places: Places, bias: torch.Tensor) -> None:
+    """Add `bias` to the logits at `places`, each named once, in place."""
+    logits[places] += bias
+
+
+def completed_words(ends: TokenArray, words: TokenArray) -> npt.NDArray[np.bool_]:
+    """Say for each word whether all but its last token stand at the end of its row's output, `[w]`.
+
+    Args:
+        ends: The last `m` output tokens of each word's row, right-aligned, -1 where there are fewer, `[w, m]`.
+        words: All but the last token of each word, right-aligned, -2 where there are fewer than `m`, `[w, m]`.
+    """
+    matches: npt.NDArray[np.bool_] = ((words == ends) | (words == -2)).all(axis=1)
+    return matches
+
+
+def tokens_before(
+    tokens: Sequence[TokenArray], outputs: Sequence[TokenArray], vocab_size: int
+) -> tuple[Places, torch.Tensor]:
+    """Return each row's distinct `tokens` and how often its output holds each, `[m]`; at least one row."""
+    is_known = np.zeros(len(tokens) * vocab_size, dtype=bool)
+    is_known[_flat_places(tokens, vocab_size)] = True
+    known = np.flatnonzero(is_known)
+    counts = np.bincount(_flat_places(outputs, vocab_size), minlength=len(is_known))[known]
+    rows, token_ids = np.divmod(known, vocab_size)
+    return (torch.from_numpy(rows), torch.from_numpy(token_ids)), torch.from_numpy(counts)
+
+
+def _flat_places(rows: Sequence[TokenArray], vocab_size: int) -> npt.NDArray[np.int64]:
+    starts = np.arange(len(rows), dtype=np.int64) * vocab_size
+    flat: npt.NDArray[np.int64] = np.repeat(starts, [len(row) for row in rows]) + np.concatenate(rows)
+    return flat
+
+
+def penalise(
+    logits: torch.Tensor,
+    places: Places,
+    num_generated: torch.Tensor,
+    repetition: torch.Tensor,
+    frequency: torch.Tensor,
+    presence: torch.Tensor,
+) -> None:
+    """Take off the logits at `places` what the tokens there cost for having come before, in place.
+
+    Args:
+        logits: `[n, vocab_size]`.
+        places: Tokens that came in prompt or output, each named once, `[m]`.
+        num_generated: How often the output holds them, `[m]`.
+        repetition: Divides positive logits and multiplies negative ones, `[m]`.
+        frequency: Taken off for each time, `[m]`.
+        presence: Taken off once, `[m]`.
+    """
+    values = logits[places]
+    repeated = torch.where(values > 0, values / repetition, values * repetition)
+    logits[places] = repeated - frequency * num_generated - presence * (num_generated > 0)
 
 
 def scale_by_temperature(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
@@ -76,6 +149,22 @@ def _border(descending: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tenso
     num_before = (sums < wanted[:, None]).sum(dim=-1, keepdim=True)
     last = descending.shape[-1] - 1
     return descending.gather(-1, num_before.clamp(max=last)), num_before[:, 0] <= last
+
+
+def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> Logprobs:
+    """Return the logprobs of `token_ids [n]` and of the `MAX_LOGPROBS` likeliest, by `logits [n, vocab_size]`.
+
+    Always as many, so that a row's choice among equals does not depend on what its neighbours ask for.
+    """
+    logprobs = logits.log_softmax(dim=-1)
+    chosen = logprobs.gather(-1, token_ids[:, None])
+    ranks = (logprobs > chosen).sum(dim=-1) + 1
+    top = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]), dim=-1)
+    return Logprobs(
+        torch.cat((token_ids[:, None], top.indices), dim=-1).to(torch.int32).numpy(force=True),
+        torch.cat((chosen, top.values), dim=-1).numpy(force=True),
+        ranks.to(torch.int32).numpy(force=True),
+    )
 
 
 def running_sums(probabilities: torch.Tensor) -> torch.Tensor:

@@ -1,22 +1,30 @@
 """Logits to token ids: one pure function a step.
 
-The order, for each row: grammar mask → no end token before `min_tokens` → greedy rows take the arg max of these
-logits (the lowest id among equals), the others go on: temperature → softmax → min_p → top_k → top_p → draw. It is
-vLLM's order. A row's draw uses one uniform number, a function of (seed, position); so a row's token depends on its
-logits, parameters, seed and position, never on the other rows.
+The order, for each row: logprobs are taken of the logits as they come → grammar mask → allowed_token_ids → bad_words
+→ no end token before `min_tokens` → logit_bias → repetition, frequency, presence penalty → greedy rows take the arg max
+of these logits (the lowest id among equals), the others go on: temperature → softmax → min_p → top_k → top_p → draw. It
+is vLLM's order. A processor touches only the rows that ask for it. A row's draw uses one uniform number, a function of
+(seed, position); so a row's token depends on its logits, parameters, seed and tokens, never on the other rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.errors import Cause
-from engine.outputs import GrammarMasks
+from engine.outputs import GrammarMasks, Logprobs, TokenArray
 from engine.sampling import processors
 from engine.sampling_params import SamplingParams
+
+_NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
+_NUM_TABLES = 512
+"""Requests whose lists of token ids are kept as arrays from step to step."""
 
 
 class SamplingRow(msgspec.Struct, frozen=True):
@@ -26,11 +34,18 @@ class SamplingRow(msgspec.Struct, frozen=True):
         params: The request's resolved parameters; a seed of None counts as 0, for only the client draws seeds.
         position: Position of the token to be drawn.
         num_output_tokens: Tokens the request has generated before it.
+        tokens: All tokens before it, `[position]`, where the parameters read them; else empty.
     """
 
     params: SamplingParams
     position: int
     num_output_tokens: int
+    tokens: TokenArray = _NO_TOKENS
+
+    @property
+    def output(self) -> TokenArray:
+        """The tokens generated so far, where the parameters read them."""
+        return self.tokens[self.position - self.num_output_tokens :]
 
 
 class Samples(msgspec.Struct, frozen=True):
@@ -39,10 +54,12 @@ class Samples(msgspec.Struct, frozen=True):
     Attributes:
         token_ids: A token for each row; meaningless where the row failed.
         failed: Row → why it has no token.
+        logprobs: Row → its token's logprobs by the logits as they came, where its parameters ask for them.
     """
 
     token_ids: list[int]
     failed: dict[int, Cause]
+    logprobs: dict[int, Logprobs]
 
 
 def sample(
@@ -63,9 +80,11 @@ def sample(
         The tokens; a row whose logits hold NaN or plus infinity, or allow no token, fails alone.
     """
     failed = _number_failures(logits)
+    asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
+    unprocessed = logits[asking] if asking else logits
     if grammar_masks is not None:
         processors.apply_grammar_masks(logits, grammar_rows, grammar_masks)
-    _forbid_early_ends(logits, rows)
+    process(logits, rows)
     best = logits.max(dim=-1)
     for row in torch.nonzero(best.values == -torch.inf).flatten().tolist():
         failed.setdefault(row, Cause("NoTokenAllowed", "no token is allowed: all logits are minus infinity"))
@@ -73,7 +92,11 @@ def sample(
     random = [i for i, row in enumerate(rows) if i not in failed and not row.params.is_greedy]
     if random:
         token_ids[random] = _draw(logits[random], [rows[i] for i in random])
-    return Samples(token_ids.tolist(), failed)
+    logprobs = {}
+    if asking:
+        gathered = processors.gather_logprobs(unprocessed, token_ids[asking])
+        logprobs = {i: gathered.part(j, j + 1, rows[i].params.logprobs) for j, i in enumerate(asking)}
+    return Samples(token_ids.tolist(), failed, logprobs)
 
 
 def _number_failures(logits: torch.Tensor) -> dict[int, Cause]:
@@ -86,17 +109,112 @@ def _number_failures(logits: torch.Tensor) -> dict[int, Cause]:
     return failed
 
 
+def process(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Apply everything between the grammar mask and the temperature to `logits [n, vocab_size]`, in place."""
+    _allow_only_listed(logits, rows)
+    _forbid_bad_words(logits, rows)
+    _forbid_early_ends(logits, rows)
+    _add_bias(logits, rows)
+    _penalise(logits, rows)
+
+
+def _allow_only_listed(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    asking = {i: row.params.allowed_token_ids for i, row in enumerate(rows) if row.params.allowed_token_ids is not None}
+    if asking:
+        listed = [(i, _as_array(token_ids)) for i, token_ids in asking.items()]
+        processors.allow_only(logits, list(asking), _places(listed, logits.shape[1]))
+
+
+def _forbid_bad_words(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    """Forbid the last token of each bad word whose other tokens were just generated."""
+    asking = [i for i, row in enumerate(rows) if row.params.bad_words_token_ids]
+    if not asking:
+        return
+    starts, lasts = zip(*[_word_table(rows[i].params.bad_words_token_ids) for i in asking], strict=True)
+    width = max(table.shape[1] for table in starts)
+    aligned = [np.pad(table, ((0, 0), (width - table.shape[1], 0)), constant_values=-2) for table in starts]
+    ends = np.stack([_right_aligned(rows[i].output[-width:] if width else (), width, -1) for i in asking])
+    owners = np.repeat(np.arange(len(asking)), [len(table) for table in starts])
+    last = np.concatenate(lasts)
+    due = np.flatnonzero(processors.completed_words(ends[owners], np.concatenate(aligned)))
+    due = due[last[due] < logits.shape[1]]
+    processors.forbid(logits, (torch.tensor(asking)[owners[due]], torch.from_numpy(last[due])))
+
+
 def _forbid_early_ends(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
-    for i, row in enumerate(rows):
-        params = row.params
-        if row.num_output_tokens < params.min_tokens:
-            ends = params.stop_token_ids + (() if params.ignore_eos else params.eos_token_ids)
-            logits[i, [token for token in ends if token < logits.shape[1]]] = -torch.inf
+    early = [
+        (i, row.params.stop_token_ids + (() if row.params.ignore_eos else row.params.eos_token_ids))
+        for i, row in enumerate(rows)
+        if row.num_output_tokens < row.params.min_tokens
+    ]
+    if early:
+        processors.forbid(logits, _places(early, logits.shape[1]))
+
+
+def _add_bias(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    asking = {i: row.params.logit_bias for i, row in enumerate(rows) if row.params.logit_bias}
+    if asking:
+        places = _places([(i, tuple(bias)) for i, bias in asking.items()], logits.shape[1])
+        inside = [b for bias in asking.values() for token_id, b in bias.items() if token_id < logits.shape[1]]
+        processors.add_bias(logits, places, torch.tensor(inside))
+
+
+def _penalise(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    asking = [i for i, row in enumerate(rows) if row.params.penalises]
+    if not asking:
+        return
+    params = [rows[i].params for i in asking]
+    (owners, token_ids), num_generated = processors.tokens_before(
+        [rows[i].tokens for i in asking], [rows[i].output for i in asking], logits.shape[1]
+    )
+    processors.penalise(
+        logits,
+        (torch.tensor(asking)[owners], token_ids),
+        num_generated,
+        torch.tensor([p.repetition_penalty for p in params])[owners],
+        torch.tensor([p.frequency_penalty for p in params])[owners],
+        torch.tensor([p.presence_penalty for p in params])[owners],
+    )
+
+
+def _places(token_ids: Iterable[tuple[int, npt.ArrayLike]], vocab_size: int) -> processors.Places:
+    """Lay out each row's token ids pair by pair; an id outside of the vocabulary has no logit."""
+    pairs = [(row, np.asarray(ids, dtype=np.int64)) for row, ids in token_ids]
+    rows = np.repeat(np.array([row for row, _ in pairs], dtype=np.int64), [len(ids) for _, ids in pairs])
+    columns = np.concatenate([ids for _, ids in pairs])
+    inside = columns < vocab_size
+    return torch.from_numpy(rows[inside]), torch.from_numpy(columns[inside])
+
+
+@functools.lru_cache(maxsize=_NUM_TABLES)
+def _as_array(token_ids: tuple[int, ...]) -> npt.NDArray[np.int64]:
+    """Return `token_ids` as an array, shared and not to be changed."""
+    return np.array(token_ids, dtype=np.int64)
+
+
+@functools.lru_cache(maxsize=_NUM_TABLES)
+def _word_table(words: tuple[tuple[int, ...], ...]) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
+    """Return all but the last token of each word, right-aligned, and the last ones; shared, not to be changed."""
+    width = max(map(len, words)) - 1
+    starts = np.stack([_right_aligned(word[:-1], width, -2) for word in words])
+    return starts, np.array([word[-1] for word in words], dtype=np.int64)
+
+
+def _right_aligned(values: Sequence[int] | TokenArray, width: int, filling: int) -> npt.NDArray[np.int32]:
+    aligned = np.full(width, filling, dtype=np.int32)
+    aligned[width - len(values) :] = values
+    return aligned
 
 
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
-    """Draw for rows that are neither greedy nor failed; each filter sees only the rows that ask for it."""
+    """Draw for rows that are neither greedy nor failed."""
     params = [row.params for row in rows]
+    uniform = processors.uniforms([p.seed or 0 for p in params], [row.position for row in rows])
+    return processors.draw(restricted_probabilities(logits, params), torch.from_numpy(uniform))
+
+
+def restricted_probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
+    """Return what each row of `logits [n, vocab_size]` is drawn from; none is greedy, and rows need not sum to 1."""
     scaled = processors.scale_by_temperature(logits, torch.tensor([p.temperature for p in params]))
     probabilities = torch.softmax(scaled, dim=-1)
     min_p = torch.tensor([p.min_p for p in params])
@@ -110,5 +228,4 @@ def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
         asking = torch.nonzero(is_asked).flatten()
         if len(asking):
             probabilities[asking] = keep(probabilities[asking], values[asking])
-    uniform = processors.uniforms([p.seed or 0 for p in params], [row.position for row in rows])
-    return processors.draw(probabilities, torch.from_numpy(uniform))
+    return probabilities

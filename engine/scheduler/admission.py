@@ -4,7 +4,8 @@ The queue's order is strict but for two rules, which keep the engine busy and ev
 
 - **Look-ahead.** Where a request does not fit, up to `LOOK_AHEAD` others are tried in order, so that one huge prompt
   does not idle the engine. Each admission past it is counted; after `max_overtakes` of them nobody passes it any more,
-  the pool runs empty and it gets in. Nobody passes one that was preempted, or for which another had to make way.
+  the pool runs empty and it gets in. Nobody passes one that was preempted, unless it waits for other protected ones,
+  or one for which another had to make way.
 - **Yielding.** A request that has had to yield its place `MAX_YIELDS` times is protected: it runs before all others
   and never yields again. That can be promised because protected requests run together only while all of them fit in
   the pool at their full length.
@@ -85,15 +86,16 @@ class Admission:
         max_new = None if self._config.enable_chunked_prefill else budget
         if self._in_flight.has_row_of(request) or self._kv_cache.is_short(request, num_reserved, max_new):
             return None
-        if is_protected(request) and not self._fits_beside_protected(request):
+        if self._awaits_protected(request):
             return None
         match = self._kv_cache.match(request)
         return match if self._kv_cache.has_room(request, match, num_reserved, max_new) else None
 
     def pass_over(self, request: Request) -> bool:
         """Look past `request`, the last candidate, which cannot start; False where that must not be."""
-        has_right_of_way = request.status is RequestStatus.PREEMPTED or len(self._passed) >= LOOK_AHEAD
-        if has_right_of_way or request.num_overtaken >= self._config.max_overtakes:
+        has_right_of_way = request.status is RequestStatus.PREEMPTED and not self._awaits_protected(request)
+        is_overtaken_enough = request.num_overtaken >= self._config.max_overtakes
+        if has_right_of_way or is_overtaken_enough or len(self._passed) >= LOOK_AHEAD:
             return False
         self.waiting.set_aside()
         self._passed.append(request)
@@ -125,22 +127,28 @@ class Admission:
             return []
         victims = [victim for victim in self._policy.victims(request, self._running) if not is_protected(victim)]
         lacks_place = len(self._running) >= self._config.max_num_seqs
-        if not victims or (is_protected(request) and not self._fits_beside_protected(request)):
+        if not victims or self._awaits_protected(request):
             return []
-        num_missing = self._kv_cache.num_missing_blocks(request, self._watermark)
-        if not lacks_place and num_missing == 0:
+        if request.shortage is None and not lacks_place:
+            return []  # it has not been tried yet, or waits for tokens alone
+        num_free = self._kv_cache.num_available_blocks + sum(map(self._kv_cache.num_blocks, victims))
+        if request.shortage is not None and request.shortage.num_blocks > num_free:
             return []
-        if sum(map(self._kv_cache.num_blocks, victims)) < num_missing:
+        num_reserved = self._watermark if len(victims) < len(self._running) else 0
+        match = self._kv_cache.match(request)
+        count = self._kv_cache.num_victims(request, match, victims, num_reserved)
+        if count is None:
+            self._kv_cache.has_room(request, match, num_reserved)  # remember why
             return []
-        chosen: list[Request] = []
-        while num_missing > 0 or (lacks_place and not chosen):
-            if len(chosen) == len(victims):
-                return []  # what they hold is shared with others
-            chosen.append(victims[len(chosen)])
-            num_missing -= self._kv_cache.num_own_blocks(chosen[-1])
-        request.num_overtaken = self._config.max_overtakes
-        self._made_way_for = request
+        chosen = victims[: max(count, lacks_place)]
+        if chosen:
+            request.num_overtaken = self._config.max_overtakes
+            self._made_way_for = request
         return chosen
+
+    def _awaits_protected(self, request: Request) -> bool:
+        """Whether `request` must wait for other protected ones, which may need the room that it may need."""
+        return is_protected(request) and not self._fits_beside_protected(request)
 
     def _fits_beside_protected(self, request: Request) -> bool:
         protected = [request, *filter(is_protected, self._running)]

@@ -16,6 +16,8 @@ from itertools import takewhile
 
 from engine.request import Request
 
+MAX_DEBTORS = 1024
+"""How many clients that have nothing live the fair policy remembers at least."""
 Place = tuple[int, int]
 """Urgency and, within it, position; less is sooner."""
 
@@ -29,6 +31,10 @@ class Fcfs:
 
     def place_again(self, request: Request, made_way_for: Request | None = None) -> Place:
         """Return the place of `request`, which has run and waits again; it comes after whom it made way for."""
+        return request.place
+
+    def place_turn(self, request: Request) -> Place:
+        """Return the place of `request`, a session that begins another turn."""
         return request.place
 
     def victims(self, waiting: Request, running: Sequence[Request]) -> Iterable[Request]:
@@ -61,10 +67,11 @@ class Fair(Fcfs):
     """Clients in turn, by the tokens they ask for; a client's own requests by arrival.
 
     Start-time fair queueing (Goyal, Vin and Cheng, 1996): a request starts at a virtual time, after the request before
-    it of the same client, which takes as long as its prompt and its most output are tokens. The virtual time is that
-    of the last request admitted. A client that has been idle comes in just before it, so that who asks once never
-    waits for all that another one has queued. A client of which nothing runs may take the place of a request of a
-    client of which several run.
+    it of the same client, which takes as long as its prompt and its most output are tokens; who ends before it ran is
+    not charged. The virtual time is that of the last request admitted. A client that owes nothing comes in just before
+    it, so that who asks once never waits for all that another one has queued. What a client owes outlives its last
+    request, or asking one by one would come before everybody who queues. A client of which nothing runs may take the
+    place of a request of a client of which several run.
     """
 
     def __init__(self) -> None:
@@ -76,10 +83,14 @@ class Fair(Fcfs):
 
     def place(self, request: Request) -> Place:
         """See `Fcfs`."""
-        just_before = self._virtual_time - 1
-        start = max(just_before, self._next_start.get(request.client_key, just_before))
-        self._next_start[request.client_key] = start + request.max_num_tokens
         self._num_live[request.client_key] += 1
+        return self.place_turn(request)
+
+    def place_turn(self, request: Request) -> Place:
+        """See `Fcfs`; each turn is charged."""
+        just_before = self._virtual_time - 1
+        start = max(just_before, self._next_start.pop(request.client_key, just_before))
+        self._next_start[request.client_key] = start + _cost(request)
         return start, request.arrival_number
 
     def place_again(self, request: Request, made_way_for: Request | None = None) -> Place:
@@ -108,14 +119,24 @@ class Fair(Fcfs):
         _count_down(self._num_running, request.client_key)
 
     def ended(self, request: Request) -> None:
-        """See `Fcfs`; who never ran is not charged, unless another of its client was placed behind it meanwhile."""
-        start = request.place[0]
-        is_last = self._next_start[request.client_key] == start + request.max_num_tokens
-        if request.num_cached_tokens is None and is_last:
-            self._next_start[request.client_key] = start
+        """See `Fcfs`."""
+        if request.num_cached_tokens is None:
+            self._next_start[request.client_key] -= _cost(request)
         _count_down(self._num_live, request.client_key)
-        if request.client_key not in self._num_live:
-            self._next_start.pop(request.client_key, None)
+        if len(self._next_start) > 2 * len(self._num_live) + MAX_DEBTORS:
+            self._forget_debtors()
+
+    def _forget_debtors(self) -> None:
+        """Keep of those who have nothing live only who owes something, and of them the latest."""
+        gone = [client for client in self._next_start if client not in self._num_live]
+        paid = [client for client in gone if self._next_start[client] < self._virtual_time]
+        for client in paid or gone[: -MAX_DEBTORS // 2]:
+            del self._next_start[client]
+
+
+def _cost(request: Request) -> int:
+    """Return the tokens that `request` asks for: what its prompt adds to what is known, and its most output."""
+    return request.max_num_tokens - request.num_tokens_before
 
 
 def _count_down(counter: Counter[str | None], client: str | None) -> None:

@@ -18,11 +18,12 @@ still yield tokens; nobody yields its place more than `MAX_YIELDS` times. The ph
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 
 from engine.config import EngineConfig
 from engine.errors import Cause
 from engine.kv_cache.manager import KVCacheManager
-from engine.outputs import Capacity, ModelRunnerOutput, RequestId, ScheduledRequest, SchedulerOutput
+from engine.outputs import BlockId, Capacity, ModelRunnerOutput, RequestId, ScheduledRequest, SchedulerOutput
 from engine.protocol import EngineCoreEvent, PauseMode
 from engine.request import Request, RequestStatus, append_sampled
 from engine.scheduler.admission import MAX_YIELDS, Admission, is_protected
@@ -182,7 +183,7 @@ class Scheduler:
 
     # Taking in a result
 
-    def update(self, plan: SchedulerOutput, output: ModelRunnerOutput) -> list[RowResult]:
+    def update(self, plan: SchedulerOutput, output: ModelRunnerOutput, now: float) -> list[RowResult]:
         """Append what `plan` sampled; the caller ends the requests whose result says so.
 
         Raises:
@@ -194,13 +195,28 @@ class Scheduler:
                 f"a result of step {output.step} with {len(output.sampled_token_ids)} rows "
                 f"is not that of step {plan.step} with {len(plan.requests)} rows"
             )
+        if output.logprobs is not None or output.prompt_logprobs:
+            _keep_logprobs(rows, output)
         results = [
             self._take_in(request, row, token_ids, output.failed)
             for (request, row, generation), token_ids in zip(rows, output.sampled_token_ids, strict=True)
             if generation == request.generation
         ]
+        if output.failed:
+            self._distrust([(request, row) for request, row, _ in rows if request.request_id in output.failed], now)
         self._settle()
         return results
+
+    def _distrust(self, failed: list[tuple[Request, ScheduledRequest]], now: float) -> None:
+        """Let nobody use what rows that failed alone have computed; who does computes anew."""
+        suspect: set[BlockId] = set()
+        for request, row in failed:
+            suspect |= self._kv_cache.forget(request, row.start)
+        guilty = {request for request, _ in failed}
+        for request in reversed(tuple(self.running)):
+            if request not in guilty and self._kv_cache.relies_on(request, suspect):
+                self.preempt(request, now)
+                request.rewind(0)
 
     def _take_in(
         self, request: Request, row: ScheduledRequest, token_ids: list[int], failed: dict[RequestId, Cause]
@@ -209,7 +225,6 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING:
             request.num_processed_tokens = row.start + row.num_tokens
         if failed and request.request_id in failed:
-            self._kv_cache.forget(request)
             return request, [], RequestStatus.FINISHED_ERROR, failed[request.request_id]
         if row.samples and not token_ids:
             cause = Cause("NothingSampled", "the model runner gave no token and no reason")
@@ -246,6 +261,10 @@ class Scheduler:
         """Give `request` its place in the order; it waits once it is added."""
         request.place = self._policy.place(request)
 
+    def begin_turn(self, request: Request) -> None:
+        """Give a session that has got its next part its place; it waits once it is added."""
+        request.place = self._policy.place_turn(request)
+
     def add(self, request: Request) -> None:
         """Let `request` wait to be admitted."""
         self.waiting.add(request)
@@ -269,7 +288,6 @@ class Scheduler:
         """Let go of a session whose turn is done, wherever it is; its rows in flight are void."""
         self._leave(request)
         request.rewind(0)
-        request.place = self._policy.place_again(request)
 
     def remove(self, request: Request) -> None:
         """Let go of a request that ends, wherever it is; rows in flight keep their blocks until settled."""
@@ -316,6 +334,18 @@ class Scheduler:
             assert request.num_yields <= MAX_YIELDS, f"{request} had to yield {request.num_yields} times"
             assert request.num_overtaken <= self._config.max_overtakes, f"{request}: {request.num_overtaken} overtook"
         self._kv_cache.check_invariants(self.running)
+
+
+def _keep_logprobs(rows: Sequence[PlannedRow], output: ModelRunnerOutput) -> None:
+    """Lay what the step gave with its requests, for the core to tell; a prompt computed anew starts anew."""
+    of_rows = output.logprobs or [None] * len(rows)
+    for (request, row, generation), logprobs in zip(rows, of_rows, strict=True):
+        if generation != request.generation:
+            continue
+        request.logprobs = logprobs
+        chunk = (output.prompt_logprobs or {}).get(request.request_id)
+        if chunk is not None and not request.num_output_tokens:
+            request.prompt_logprobs = [chunk] if row.start == 0 else [*request.prompt_logprobs, chunk]
 
 
 def _rank(request: Request) -> tuple[bool, int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,7 +12,7 @@ from engine.client.output_processor import RequestState
 from engine.client.tokenizer import load_tokenizer
 from engine.config import EngineConfig, SchedulingPolicy
 from engine.errors import Cause, InvalidRequest, PromptTooLong
-from engine.outputs import FinishReason
+from engine.outputs import FinishReason, Logprobs
 from engine.protocol import EngineCoreOutput, EngineCoreRequest, EngineReady
 from engine.sampling_params import OutputKind, SamplingParams
 
@@ -155,3 +156,47 @@ def test_parameters_beyond_their_bounds_are_refused_by_name(params: dict[str, ob
     with pytest.raises(InvalidRequest) as caught:
         SamplingParams(**params)  # type: ignore[arg-type]
     assert caught.value.param == next(iter(params))
+
+
+def test_bad_words_are_spelled_as_they_stand_at_the_start_and_after_a_space() -> None:
+    inputs = InputProcessor(EngineConfig(model="some"), READY, TOKENIZER)
+    prompt = inputs.tokenize("a")
+    (request,) = inputs.make_requests(prompt, SamplingParams(bad_words=[" ab", "ab", "c"]), RequestOptions())[1]
+    assert request.sampling_params.bad_words_token_ids == ((97, 98), (32, 97, 98), (99,), (32, 99))
+
+
+def logprobs_of(token_ids: list[int]) -> Logprobs:
+    ids = np.array(token_ids, dtype=np.int32)
+    return Logprobs(ids[:, None], -ids[:, None].astype(np.float32), ids)
+
+
+@pytest.mark.parametrize("kind", list(OutputKind))
+def test_logprobs_are_told_with_their_tokens_and_cut_at_a_stop_string(kind: OutputKind) -> None:
+    (request,) = requests_of(SamplingParams(stop="DE", max_tokens=None))
+    state = RequestState("label", None, [request], kind, TOKENIZER, 0.0)
+    told = []
+    for step, token_ids in enumerate([[65], [66, 67], [68, 69, 70]]):
+        of_prompt = None if step else logprobs_of([1, 2])
+        output = EngineCoreOutput(request.request_id, token_ids, logprobs_of(token_ids), of_prompt)
+        state.add(output, float(step))
+        if step and (news := state.fetch()) is not None:
+            assert news.logprobs is not None
+            assert news.logprobs.ranks.tolist() == news.token_ids
+            told.append(news.token_ids)
+    assert (
+        told
+        == {
+            OutputKind.DELTA: [[65, 66, 67], [68, 69]],
+            OutputKind.CUMULATIVE: [[65, 66, 67], [65, 66, 67, 68, 69]],
+            OutputKind.FINAL_ONLY: [[65, 66, 67, 68, 69]],
+        }[kind]
+    )
+    assert state.output([]).prompt_logprobs is state.prompt_logprobs is not None
+
+
+def test_the_first_completion_alone_tells_the_prompt_s_logprobs() -> None:
+    inputs = InputProcessor(EngineConfig(model="some"), READY, TOKENIZER)
+    params = SamplingParams(n=3, prompt_logprobs=2, logprobs=1)
+    _, requests = inputs.make_requests(inputs.tokenize("a"), params, RequestOptions())
+    assert [request.sampling_params.prompt_logprobs for request in requests] == [2, None, None]
+    assert [request.sampling_params.logprobs for request in requests] == [1, 1, 1]

@@ -58,12 +58,14 @@ class Driver:
         self.tokens: dict[str, list[int]] = {}
         self.num_computed: dict[str, int] = {}
         self.params: dict[str, SamplingParams] = {}
+        self.num_prompt_tokens: dict[str, int] = {}
         self._blocks = np.random.default_rng(0).permutation(np.arange(1, 400)).astype(np.int32)
         self._tables: dict[str, list[np.ndarray]] = {}
         self._step = 0
 
     def add(self, name: str, prompt: Sequence[int], params: SamplingParams = GREEDY) -> None:
         self.tokens[name], self.num_computed[name], self.params[name] = list(prompt), 0, params
+        self.num_prompt_tokens[name] = len(prompt)
         self._tables[name] = []
         for _ in self.capacity.kv_cache_groups:
             self._tables[name].append(self._blocks[:20].copy())
@@ -85,6 +87,7 @@ class Driver:
                     samples=start + num == len(self.tokens[name]) + (name in late),
                     sampling_params=self.params[name],
                     num_late=int(name in late),
+                    num_prompt_tokens=self.num_prompt_tokens[name],
                 )
             )
             self.num_computed[name] += num

@@ -19,8 +19,7 @@ def request(
         start=start,
         num_tokens=num_tokens,
         block_tables=(np.array([5, 9, 2], dtype=np.int32),),
-        sampling_params=SamplingParams(seed=1),
-        **({"samples": True} | fields),  # type: ignore[arg-type]
+        **({"samples": True, "sampling_params": SamplingParams(seed=1)} | fields),  # type: ignore[arg-type]
     )
 
 
@@ -53,3 +52,19 @@ def test_a_late_token_that_is_not_known_is_named() -> None:
     late.record(2, {B: 8})
     with pytest.raises(LookupError, match="step 3 needs 1 late tokens of a, 0 are known"):
         flatten(SchedulerOutput(step=3, requests=(request(A, [1], 1, 1, num_late=1),)), late, block_size=4)
+
+
+def test_who_reads_the_tokens_before_gets_the_late_ones_too_wherever_they_stand() -> None:
+    late = LateTokens(2)
+    late.record(1, {A: 7, B: 1})
+    late.record(2, {A: 8})
+    params = SamplingParams(repetition_penalty=1.5)
+    rows = (
+        request(A, [10, 11], 3, 1, num_late=1, num_prompt_tokens=1, sampling_params=params),
+        request(B, [20], 1, 1, num_late=1),
+    )
+    batch = flatten(SchedulerOutput(step=3, requests=rows), late, block_size=4)
+    assert batch.token_ids.tolist() == [8, 1]
+    assert batch.sampling[0].tokens.tolist() == [10, 11, 7, 8]
+    assert batch.sampling[0].output.tolist() == [11, 7, 8]
+    assert batch.sampling[1].tokens.tolist() == []

@@ -54,6 +54,44 @@ def test_seeded_tokens_do_not_depend_on_batch_or_chunks(make_driver: Any) -> Non
         assert alone.generate(max_tokens=15, budget=1000)[str(i)] == in_batch[str(i)]
 
 
+PENALISED: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.4},
+    {"logit_bias": {7: 4.0, 9: -3.0}},
+    {"bad_words_token_ids": tuple((token_id,) for token_id in range(0, 199, 3))},
+    {"allowed_token_ids": range(20, 40)},
+    {"repetition_penalty": 0.8, "logit_bias": {50: 5.0}},
+    {},
+]
+
+
+def _by_transformers(params: dict[str, Any]) -> dict[str, Any]:
+    ours = {"allowed_token_ids": "prefix_allowed_tokens_fn", "bad_words_token_ids": "bad_words_ids"}
+    settings = {ours.get(name, name): value for name, value in params.items()}
+    if "bad_words_ids" in settings:
+        settings["bad_words_ids"] = [list(word) for word in settings["bad_words_ids"]]
+    if "logit_bias" in settings:
+        settings["sequence_bias"] = {(token_id,): bias for token_id, bias in settings.pop("logit_bias").items()}
+    if "prefix_allowed_tokens_fn" in settings:
+        allowed = list(settings["prefix_allowed_tokens_fn"])
+        settings["prefix_allowed_tokens_fn"] = lambda _batch, _tokens: allowed
+    return settings
+
+
+def test_greedy_tokens_with_processors_in_one_batch_equal_those_of_transformers_alone(
+    tiny_llama: tuple[Path, Any], make_driver: Any
+) -> None:
+    driver = make_driver()
+    prompts = [draw_prompt(5 + 3 * i, seed=20 + i) for i in range(len(PENALISED))]
+    for i, (prompt, params) in enumerate(zip(prompts, PENALISED, strict=True)):
+        params = {name: tuple(value) if isinstance(value, range) else value for name, value in params.items()}
+        driver.add(str(i), prompt, SamplingParams(temperature=0, **params))
+    generated = driver.generate(max_tokens=16, budget=6)
+    for i, (prompt, params) in enumerate(zip(prompts, PENALISED, strict=True)):
+        settings = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        tokens = tiny_llama[1].generate(torch.tensor([prompt]), **settings, **_by_transformers(params))
+        assert generated[str(i)] == tokens[0, len(prompt) :].tolist(), params
+
+
 def test_start_reports_every_phase_in_order_and_what_fits(make_driver: Any) -> None:
     driver = make_driver(max_model_len=64)
     assert list(dict.fromkeys(phase for phase, _, _ in driver.phases)) == [
@@ -105,12 +143,13 @@ def test_sampling_without_an_executed_plan_is_an_error(make_driver: Any) -> None
         make_driver().runner.sample()
 
 
-def test_a_late_token_is_taken_from_the_uncommitted_step_before(make_driver: Any) -> None:
+@pytest.mark.parametrize("params", [{}, {"frequency_penalty": 2.0, "repetition_penalty": 1.5}])
+def test_a_late_token_is_taken_from_the_uncommitted_step_before(make_driver: Any, params: dict[str, Any]) -> None:
     prompts = {"a": draw_prompt(9, 1), "b": draw_prompt(3, 2)}
     plain, overlapped = make_driver(), make_driver()
     for name, prompt in prompts.items():
-        plain.add(name, prompt)
-        overlapped.add(name, prompt)
+        plain.add(name, prompt, SamplingParams(temperature=0, **params))
+        overlapped.add(name, prompt, SamplingParams(temperature=0, **params))
     expected = plain.generate(max_tokens=8, budget=1000)
 
     before = overlapped.plan({"a": 9, "b": 3})

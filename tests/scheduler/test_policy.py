@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, get_args
 
 import pytest
 
 from engine.config import SchedulingPolicy
-from engine.outputs import SchedulerOutput
+from engine.outputs import RequestId, SchedulerOutput
+from engine.protocol import EngineCoreRequest
 from engine.request import RequestStatus
+from engine.sampling_params import SamplingParams
 from engine.scheduler.admission import MAX_YIELDS
-from engine.scheduler.policy import POLICIES, Fair
+from engine.scheduler.policy import MAX_DEBTORS, POLICIES, Fair
 from engine.testing import CoreDriver
 
 
@@ -63,13 +66,14 @@ def test_equal_priority_never_takes_a_place_so_that_nobody_plays_ping_pong() -> 
 def test_an_urgent_request_that_lacks_blocks_takes_them_from_as_many_as_it_needs_and_no_more() -> None:
     driver = make_driver("priority", max_num_seqs=8, num_gpu_blocks_override=10)
     for number in range(4):
-        driver.add(f"low{number}", prompt(7, number), priority=5, max_tokens=2)
+        driver.add(f"low{number}", prompt(6, number), priority=5, max_tokens=3)
     driver.step()
     driver.add("urgent", prompt(15, 9), priority=1, max_tokens=4)  # four blocks, two are free
+    assert started(driver.step()) == ["low0", "low1", "low2", "low3"]  # it is tried for the first time
     assert started(driver.step()) == ["low0", "low1", "low2", "urgent"]
     driver.run()
     assert driver.core.stats().num_preemptions == 1
-    assert driver.completions["low3"].token_ids == driver.expected("low3", 2)
+    assert driver.completions["low3"].token_ids == driver.expected("low3", 3)
 
 
 def test_nobody_loses_its_place_in_vain() -> None:
@@ -159,7 +163,7 @@ def test_a_newcomer_takes_a_place_only_from_a_client_of_which_several_run() -> N
     assert driver.completions["a1"].token_ids == driver.expected("a1", 20)
 
 
-def test_what_is_known_of_a_client_ends_with_its_last_request() -> None:
+def test_what_a_client_owes_outlives_its_requests_until_it_is_paid_and_only_then() -> None:
     driver = make_driver("fair", max_num_seqs=4)
     policy = driver.core._scheduler._policy
     assert isinstance(policy, Fair)
@@ -167,29 +171,61 @@ def test_what_is_known_of_a_client_ends_with_its_last_request() -> None:
         driver.add(f"r{number}", prompt(3, number), client_key=f"client {number % 7}", max_tokens=4)
     driver.abort("r3", "r40", "r41")
     driver.run()
-    assert not policy._next_start
     assert not policy._num_live
     assert not policy._num_running
+    assert {*policy._next_start} == {f"client {number}" for number in range(7)}
+    for number in range(4 * MAX_DEBTORS):
+        driver.core.add(request(f"s{number}", f"once {number}"), 0.0)
+        driver.run()
+        assert len(policy._next_start) <= MAX_DEBTORS + 3
+    assert "client 0" not in policy._next_start
 
 
-def test_a_client_is_not_charged_for_requests_that_are_refused_or_leave_before_they_run() -> None:
+def request(name: str, client: str) -> EngineCoreRequest:
+    params = SamplingParams(max_tokens=1, temperature=0.0)
+    return EngineCoreRequest(RequestId(name), name, [65], params, 0.0, client_key=client)
+
+
+def test_who_asks_one_by_one_does_not_starve_who_queues() -> None:
+    driver = make_driver("fair", max_num_seqs=2)
+    for number in range(6):
+        driver.add(f"queued{number}", prompt(4, number), client_key="batch", max_tokens=6)
+    live = {client: f"{client}0" for client in "abc"}
+    for client, name in live.items():
+        driver.add(name, prompt(4, ord(client)), client_key=client, max_tokens=6)
+    for number in range(1, 120):
+        driver.step()
+        for client, name in live.items():
+            if driver.completions[name].finish_reason is not None:
+                live[client] = f"{client}{number}"
+                driver.add(live[client], prompt(4, ord(client)), client_key=client, max_tokens=6)
+    served = [driver.completions[f"queued{number}"].finish_reason for number in range(6)]
+    assert None not in served, served
+
+
+def test_each_turn_of_a_session_is_charged() -> None:
     driver = make_driver("fair", max_num_seqs=1)
-    driver.add("first", prompt(4), client_key="x", max_tokens=2)
-    driver.step()
-    for number in range(20):
-        driver.add(f"refused{number}", prompt(40), client_key="x", max_tokens=30)
-        driver.add(f"left{number}", prompt(4), client_key="x", max_tokens=30)
-        driver.abort(f"left{number}")
-    driver.add("second", prompt(4), client_key="x", max_tokens=2)
+    driver.add("s", prompt(4, 1), client_key="a", is_session=True, max_tokens=2)
+    for _ in range(4):
+        driver.extend("s", prompt(3, 2), max_tokens=2)
     for number in range(4):
-        driver.add(f"other{number}", prompt(4), client_key="y", max_tokens=2)
-    driver.run()
-    ran = [name for name in driver.completions if not name.startswith(("refused", "left"))]
-    assert sorted(ran, key=lambda name: driver.completions[name].outputs[-1].step) == [
-        "first",
-        "other0",
-        "second",
-        "other1",
-        "other2",
-        "other3",
-    ]
+        driver.add(f"b{number}", prompt(4, 10 + number), client_key="b", max_tokens=2)
+    order = [name for _ in range(14) for name in started(driver.step())]
+    assert [name for name, _ in itertools.groupby(order)][:5] == ["s", "b0", "s", "b1", "s"]
+
+
+@pytest.mark.parametrize("backwards", [False, True])
+def test_who_never_ran_is_not_charged_in_whatever_order_it_leaves(backwards: bool) -> None:
+    driver = make_driver("fair", max_num_seqs=1)
+    driver.add("running", prompt(2, 1), client_key="other", max_tokens=30)
+    driver.step()
+    names = [f"a{number}" for number in range(20)]
+    for number, name in enumerate(names):
+        driver.add(name, prompt(4, number), client_key="a", max_tokens=4)
+    for name in reversed(names) if backwards else names:
+        driver.abort(name)
+    for number in range(3):
+        driver.add(f"b{number}", prompt(4, number), client_key="b", max_tokens=4)
+    driver.add("last", prompt(4, 9), client_key="a", max_tokens=4)
+    waiting = [request.request_id for request in driver.core._scheduler.waiting]
+    assert waiting.index("last") < waiting.index("b1")

@@ -132,13 +132,18 @@ def _chunks(body: bytes) -> Any:
 
 @contextlib.asynccontextmanager
 async def _open_served(
-    *, drain_s: float = 0.0, max_body_bytes: int = 2**22, serve_config: ServeConfig | None = None, **settings: Any
+    *,
+    model: str = "null",
+    drain_s: float = 0.0,
+    max_body_bytes: int = 2**22,
+    serve_config: ServeConfig | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Served]:
-    """Serve a null engine; leaving it stops the server in order and then the engine."""
+    """Serve an engine; leaving it stops the server in order and then the engine."""
     config = serve_config or ServeConfig(port=0)
     with trio.fail_after(20):  # a test that hangs fails
         async with (
-            open_engine("null", isolation="thread", **settings) as engine,
+            open_engine(model, isolation="thread", **settings) as engine,
             open_listeners(config) as listeners,
             trio.open_nursery() as nursery,
         ):
