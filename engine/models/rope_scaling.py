@@ -257,9 +257,11 @@ def _factors(parameters: dict[str, Any], key: str, num_pairs: int) -> tuple[floa
 
 
 def _original_max_positions(parameters: dict[str, Any], config: dict[str, Any]) -> int:
-    """Return the one beside the rope parameters if there is one, as transformers does, else the one among them."""
+    """Return the one beside the rope parameters, else among them, else the whole context, as transformers does."""
     key = "original_max_position_embeddings"
-    return int(number(config if config.get(key) is not None else parameters, key))
+    if config.get(key) is not None:
+        return int(number(config, key))
+    return int(number(parameters, key, number(config, "max_position_embeddings")))
 
 
 _READERS: dict[str, Callable[[dict[str, Any], dict[str, Any], int], RopeScaling]] = {

@@ -7,7 +7,7 @@ twice but the tensor being copied.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from engine.models.checkpoint import STORED_DTYPES, first_few, stored_tensors, w
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NEVER_READ = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 """Names of tensors that old checkpoints have and no model needs."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def resolve_dtype(asked: str, config: dict[str, Any], folder: Path) -> torch.dtype:
@@ -42,8 +43,8 @@ def load_weights(folder: Path, destinations: dict[str, torch.Tensor], progress: 
 
     Args:
         folder: In Hugging Face layout, weights in one file or in shards with an index.
-        destinations: Name → tensor to fill. A checkpoint's `lm_head.weight` is skipped where the model has none,
-            for it then uses the embedding.
+        destinations: Name → tensor to fill. A checkpoint's head is skipped where the model has none, for it then uses
+            the embedding; see `stores_other_head`.
         progress: Called with (tensors done, tensors in all) in this thread.
 
     Raises:
@@ -71,14 +72,32 @@ def load_weights(folder: Path, destinations: dict[str, torch.Tensor], progress: 
     name_faults(folder, missing=missing, unknown=unknown, misshapen=misshapen, repeated=repeated)
 
 
+def stores_other_head(folder: Path, dtype: torch.dtype) -> bool:
+    """Whether the folder has a head and an embedding that differ, both as `dtype`: then no config.json can tie them.
+
+    Raises:
+        CheckpointError: A file is missing, truncated or corrupt.
+        UnsupportedModel: One of the two is stored in a type that is not read.
+    """
+    if HEAD not in {tensor.name for tensor in stored_tensors(folder)}:
+        return False
+    found = {
+        name: tensor.to(dtype) for file in weight_files(folder) for name, tensor in _tensors_of(file, {HEAD, EMBEDDING})
+    }
+    return EMBEDDING in found and not torch.equal(found[HEAD], found[EMBEDDING])
+
+
 def _is_skipped(name: str, destinations: dict[str, torch.Tensor]) -> bool:
-    return NEVER_READ.search(name) is not None or (name == "lm_head.weight" and name not in destinations)
+    return NEVER_READ.search(name) is not None or (name == HEAD and name not in destinations)
 
 
-def _tensors_of(file: Path) -> Iterable[tuple[str, torch.Tensor]]:
+def _tensors_of(file: Path, among: Container[str] | None = None) -> Iterable[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a file, or those whose names are `among` the given."""
     try:
         with safe_open(file, framework="pt") as opened:
             for name in opened.keys():  # noqa: SIM118  (it is no mapping)
+                if among is not None and name not in among:
+                    continue
                 stored = opened.get_slice(name).get_dtype()
                 if stored not in STORED_DTYPES and not NEVER_READ.search(name):
                     raise UnsupportedModel(f"{file}: tensor {name} is stored as {stored}; {_readable()} can be read")
