@@ -175,7 +175,8 @@ def _ropes(
     local = {"rope_theta": raw["rope_local_base_freq"]} | _object(parameters, WINDOW)
     if parameters.keys() - {FULL, WINDOW}:
         raise UnsupportedModel(f"rope_parameters must be given for {FULL} and {WINDOW}, got {parameters}")
-    ropes = {False: RopeConfig.of(raw, head_dim, full), True: RopeConfig.of(raw, head_dim, local)}
+    alone = raw | {"original_max_position_embeddings": None}  # only what stands in their own parameters counts
+    ropes = {False: RopeConfig.of(alone, head_dim, full), True: RopeConfig.of(alone, head_dim, local)}
     return tuple(ropes[window is not None] for window in windows)
 
 

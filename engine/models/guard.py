@@ -187,7 +187,7 @@ def _probe(body: Body, config: Any, max_positions: int) -> TransformersShape:
 
     num_rows, num_runs = LONG + SHORT, body.num_runs
     ids = torch.arange(num_rows)
-    with _named(body, "probe forward"), attending(attend), _Counting(num_rows) as counting:
+    with _named(body, "probe forward"), attending(attend), _one_by_one(body), _Counting(num_rows) as counting:
         logits = body.module(input_ids=ids[None], position_ids=ids[None], use_cache=False).logits
     if body.num_runs != num_runs + 1:
         _refuse(body, "probe forward", f"the whole model runs its body {body.num_runs - num_runs} times, not once")
@@ -252,6 +252,17 @@ def _eager(body: Body) -> Iterator[None]:
         yield
     finally:
         body.module.set_attn_implementation(ATTENTION_NAME)
+
+
+@contextlib.contextmanager
+def _one_by_one(body: Body) -> Iterator[None]:
+    """Let experts run one after another: together, the library counts the rows sent to them, to put them in order."""
+    chosen = body.module.get_experts_implementation()
+    body.module.set_experts_implementation("eager")
+    try:
+        yield
+    finally:
+        body.module.set_experts_implementation(chosen)
 
 
 def _tried(body: Body, name: str, check: Callable[[_Draw], bool], draw: _Draw) -> bool:

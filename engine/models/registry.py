@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import dataclasses
+import json
+import logging
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from engine.config import EngineConfig
-from engine.errors import CheckpointError, ConfigError, UnsupportedModel
+from engine.errors import CheckpointError, ConfigError, ModelError, UnsupportedModel
 from engine.models.base import Model
 from engine.models.checkpoint import read_config, stored_tensors
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.decoder_traits import DecoderTraits, ExpertNames
-from engine.models.weights import check_headers, load_weights, resolve_dtype
+from engine.models.weights import check_headers, load_weights, resolve_dtype, stores_other_head
+
+logger = logging.getLogger(__name__)
 
 _QWEN = {"sliding_window": 4096, "max_window_layers": 28}
 _QWEN3 = _QWEN | {"head_dim": 128}
@@ -134,22 +141,20 @@ def choose(raw: dict[str, Any], folder: Path | None = None) -> str:
         folder: Of the model; what its weight files' headers say is held against `raw`. None where it has none yet.
 
     Raises:
-        UnsupportedModel: Nothing would; says why.
-        CheckpointError: A number in it is missing or makes no sense, or the weight files do not fit it.
+        UnsupportedModel: Nothing would; the message has both reasons, transformers' first.
+        CheckpointError: A number in it is missing or makes no sense, to both, or the weight files do not fit it.
     """
     try:
         shape = decoder_config(raw)
-    except UnsupportedModel as refusal:
-        if not _is_known_to_transformers(raw):
-            raise
-        if folder is not None:
-            from engine.models import transformers_loading
+    except ModelError as refusal:
+        from engine.models import transformers_loading
 
-            try:
+        with _adding(refusal), tempfile.TemporaryDirectory() as copied:  # transformers reads files alone
+            (Path(copied) / "config.json").write_text(json.dumps(raw))
+            settings = transformers_loading.open_config(Path(copied), raw)
+            if folder is not None:
                 resolve_dtype("auto", raw, folder)
-                transformers_loading.check(folder, transformers_loading.open_config(folder, raw))
-            except UnsupportedModel as other:
-                raise UnsupportedModel(f"{refusal}. Through transformers: {other}") from other
+                transformers_loading.check(folder, settings)
         return "transformers' model, if it passes the guard when it is loaded,"
     if folder is not None:
         resolve_dtype("auto", raw, folder)
@@ -187,7 +192,7 @@ def decoder_config(raw: dict[str, Any]) -> DecoderConfig:
             return DecoderConfig.of(raw, DECODERS[architecture])
     named = ", ".join(map(str, architectures)) or "no architecture at all"
     code = "; it asks for code of its own (auto_map), which is never executed" if raw.get("auto_map") else ""
-    raise UnsupportedModel(f"config.json names {named}; supported are: {', '.join(sorted(DECODERS))}{code}")
+    raise UnsupportedModel(f"config.json names {named}; our own decoder runs {', '.join(sorted(DECODERS))}{code}")
 
 
 class BuiltModel(NamedTuple):
@@ -207,8 +212,8 @@ def build_model(folder: Path, config: EngineConfig, progress: Callable[[int, int
         progress: Called with (done, in all) while weights come in.
 
     Raises:
-        UnsupportedModel: Nothing allowed runs it rightly; the message has every reason.
-        CheckpointError: A file is missing, corrupt or makes no sense.
+        UnsupportedModel: Nothing allowed runs it rightly; the message has every reason, transformers' first.
+        CheckpointError: A file is missing, corrupt or makes no sense; as above.
         ConfigError: The asked context is longer than the model's.
     """
     raw = read_config(folder)
@@ -216,26 +221,30 @@ def build_model(folder: Path, config: EngineConfig, progress: Callable[[int, int
         return _through_transformers(folder, raw, config, progress)
     try:
         shape = decoder_config(raw)
-    except UnsupportedModel as refusal:
+    except ModelError as refusal:
         if config.model_impl == "own":
             raise
-        try:
+        with _adding(refusal):
             return _through_transformers(folder, raw, config, progress)
-        except UnsupportedModel as other:
-            raise UnsupportedModel(f"{refusal}. Through transformers: {other}") from other
     max_model_len = _max_model_len(config, shape.max_positions, folder)
     dtype = resolve_dtype(config.dtype, raw, folder)
     _check_files(folder, shape)
+    if shape.ties_embeddings and stores_other_head(folder, dtype):
+        logger.warning("%s ties head and embedding, but both are stored and differ: they are not tied", folder)
+        shape = dataclasses.replace(shape, ties_embeddings=False)
     decoder = Decoder(shape, max_model_len, dtype)
     load_weights(folder, decoder.destinations(), progress)
     decoder.pack()
     return BuiltModel(decoder, max_model_len, dtype)
 
 
-def _is_known_to_transformers(raw: dict[str, Any]) -> bool:
-    from engine.models import transformers_loading
-
-    return not transformers_loading.ARCHITECTURES.isdisjoint(map(str, raw.get("architectures") or []))
+@contextlib.contextmanager
+def _adding(refusal: ModelError) -> Iterator[None]:
+    """Let what transformers refuses inside the block say why our own decoder did not take it either."""
+    try:
+        yield
+    except ModelError as error:
+        raise type(error)(f"{error}. Our own decoder does not run it either: {refusal}") from error
 
 
 def _through_transformers(

@@ -260,9 +260,10 @@ def _factors(parameters: dict[str, Any], key: str, num_pairs: int) -> tuple[floa
 
 
 def _original_max_positions(parameters: dict[str, Any], config: dict[str, Any]) -> int:
-    """Return the one beside the rope parameters if there is one, as transformers does, else the one among them."""
+    """Return the one beside the rope parameters, else among them, else the whole context, as transformers does."""
     key = "original_max_position_embeddings"
-    size = number(config if config.get(key) is not None else parameters, key)
+    given = config if config.get(key) is not None else parameters
+    size = number(given, key, number(config, "max_position_embeddings") if given is parameters else None)
     if size < 2:  # its logarithm divides
         raise CheckpointError(f"config.json: {key} must be at least 2, got {size:g}")
     return int(size)

@@ -35,6 +35,8 @@ class RopeConfig:
     def of(cls, config: dict[str, Any], head_dim: int, parameters: Any = None) -> RopeConfig:
         """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`, of a config.json.
 
+        Where both are given, `rope_scaling` counts and nothing of `rope_parameters` does, as in transformers.
+
         Args:
             config: All of it; a `rope_theta` and `partial_rotary_factor` there count where `parameters` has none.
             head_dim: Dimensions of a head.
@@ -45,7 +47,7 @@ class RopeConfig:
             CheckpointError: A number that the scaling needs is missing or not a number.
         """
         if parameters is None:
-            parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+            parameters = config.get("rope_scaling") or config.get("rope_parameters") or {}
         if not isinstance(parameters, dict):
             raise CheckpointError(f"config.json: rope_parameters must be an object, got {parameters!r}")
         for key, value in parameters.items():

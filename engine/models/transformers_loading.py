@@ -58,7 +58,7 @@ def open_config(folder: Path, raw: dict[str, Any]) -> PretrainedConfig:
         )
         runs = _name_of(config)
     except Exception as error:
-        raise CheckpointError(f"{folder / 'config.json'} is not accepted by transformers: {error}") from error
+        raise CheckpointError(f"config.json is not accepted by transformers: {_said(error)}") from error
     if runs not in named:
         raise UnsupportedModel(f"config.json names {named}, but its model_type is one of {runs}")
     return config
@@ -148,13 +148,13 @@ def _load_module(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> 
         )
     except (KeyError, ValueError) as error:  # what it raises for a class that knows its own attention only
         if ATTENTION_NAME not in str(error):
-            raise CheckpointError(f"{folder} cannot be loaded by transformers: {error}") from error
+            raise CheckpointError(f"{folder} cannot be loaded by transformers: {_said(error)}") from error
         raise UnsupportedModel(
             f"{_name_of(config)} does not run rightly through transformers {transformers.__version__}: "
             f"check 'call a layer' failed: it knows no attention function but its own"
         ) from error
     except Exception as error:
-        raise CheckpointError(f"{folder} cannot be loaded by transformers: {error}") from error
+        raise CheckpointError(f"{folder} cannot be loaded by transformers: {_said(error)}") from error
     name_faults(
         folder,
         missing=sorted(report["missing_keys"]),
@@ -167,3 +167,8 @@ def _load_module(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> 
 def _name_of(config: PretrainedConfig) -> str:
     model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return str(model_class.__name__)
+
+
+def _said(error: Exception) -> str:
+    """Return the error's text, and its type too where the text says nothing."""
+    return repr(error) if str(error) in ("", "None") else str(error)

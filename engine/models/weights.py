@@ -7,7 +7,7 @@ twice but the tensor being copied.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from engine.models.checkpoint import STORED_DTYPES, first_few, stored_tensors, w
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NEVER_READ = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 """Names of tensors that old checkpoints have and no model needs."""
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def resolve_dtype(asked: str, config: dict[str, Any], folder: Path) -> torch.dtype:
@@ -42,8 +43,8 @@ def load_weights(folder: Path, destinations: dict[str, torch.Tensor], progress: 
 
     Args:
         folder: In Hugging Face layout, weights in one file or in shards with an index.
-        destinations: Name → tensor to fill. A checkpoint's `lm_head.weight` is skipped where the model has none,
-            for it then uses the embedding.
+        destinations: Name → tensor to fill. A checkpoint's head is skipped where the model has none, for it then uses
+            the embedding; see `stores_other_head`.
         progress: Called with (tensors done, tensors in all) in this thread.
 
     Raises:
@@ -54,14 +55,10 @@ def load_weights(folder: Path, destinations: dict[str, torch.Tensor], progress: 
     done = 0
     progress(done, len(destinations))
     for file in weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as opened:
-                for name in filter(destinations.__contains__, opened.keys()):
-                    destinations[name].copy_(opened.get_tensor(name))
-                    done += 1
-                    progress(done, len(destinations))
-        except (SafetensorError, OSError) as error:
-            raise CheckpointError(f"{file} is truncated or corrupt: {error}") from error
+        for name, tensor in _tensors_of(file, destinations):
+            destinations[name].copy_(tensor)
+            done += 1
+            progress(done, len(destinations))
 
 
 def check_headers(folder: Path, destinations: Mapping[str, torch.Tensor]) -> None:
@@ -85,12 +82,42 @@ def check_headers(folder: Path, destinations: Mapping[str, torch.Tensor]) -> Non
         if destination is None:
             if name in destinations:
                 repeated.append(f"{name} in {tensor.file}")
-            elif name != "lm_head.weight":
+            elif name != HEAD:
                 unknown.append(f"{name} {shape}")
         elif list(destination.shape) != shape:
             misshapen.append(f"{name} is {shape}, must be {list(destination.shape)}")
     missing = [f"{name} {list(destination.shape)}" for name, destination in remaining.items()]
     name_faults(folder, missing=missing, unknown=unknown, misshapen=misshapen, repeated=repeated)
+
+
+def stores_other_head(folder: Path, dtype: torch.dtype) -> bool:
+    """Whether the folder has a head and an embedding that differ, both as `dtype`: then no config.json can tie them.
+
+    Raises:
+        CheckpointError: A file is missing, truncated or corrupt.
+        UnsupportedModel: One of the two is stored in a type that is not read.
+    """
+    if HEAD not in {tensor.name for tensor in stored_tensors(folder)}:
+        return False
+    found = {
+        name: tensor.to(dtype) for file in weight_files(folder) for name, tensor in _tensors_of(file, {HEAD, EMBEDDING})
+    }
+    return EMBEDDING in found and not torch.equal(found[HEAD], found[EMBEDDING])
+
+
+def _tensors_of(file: Path, among: Container[str]) -> Iterable[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a file whose names are `among` the given."""
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (it is no mapping)
+                if name not in among:
+                    continue
+                stored = opened.get_slice(name).get_dtype()
+                if stored not in STORED_DTYPES and not NEVER_READ.search(name):
+                    raise UnsupportedModel(f"{file}: tensor {name} is stored as {stored}; {_readable()} can be read")
+                yield name, opened.get_tensor(name)
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{file} is truncated or corrupt: {error}") from error
 
 
 def _readable() -> str:

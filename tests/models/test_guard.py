@@ -131,6 +131,25 @@ def test_a_state_beside_attention_is_found_whatever_config_json_says(
         inspected(shifted(draw_model("gpt2"), starts_anew))
 
 
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("hunyuan_v1_moe", {"moe_topk": 1}),
+        ("granitemoe", {"num_experts_per_tok": 1}),
+        ("mixtral", {"num_experts_per_tok": 1}),
+        ("qwen2_moe", {"num_experts_per_tok": 1}),
+        ("gpt_oss", {"num_experts_per_tok": 1}),
+    ],
+)
+def test_experts_of_which_each_row_has_one_are_not_taken_for_positions(
+    draw_model: Any, model_type: str, changes: dict[str, Any]
+) -> None:
+    model = draw_model(model_type, **changes)
+    chosen = model.get_experts_implementation()
+    inspected(model)
+    assert model.get_experts_implementation() == chosen
+
+
 def test_one_unlucky_draw_is_no_fault(draw_model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As when a router, by rounding, takes another expert for one prompt."""
     verdicts = iter([False, True, True, True, True])

@@ -75,6 +75,11 @@ OLD_CONFIGS: list[dict[str, Any]] = [
             "full_attention": {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": 64}
         }
     },
+    {
+        "original_max_position_embeddings": 32,
+        "rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 99.0}},
+        "rope_scaling": {"factor": 4.0},
+    },
 ]
 
 
@@ -88,6 +93,8 @@ def test_gemma_3_has_one_base_for_its_windows_and_one_for_all_else(changes: dict
     assert (windowed.theta, windowed.scaling) == (oracle["sliding_attention"]["rope_theta"], UNSCALED)
     assert full.theta == oracle["full_attention"]["rope_theta"]
     assert getattr(full.scaling, "factor", None) == oracle["full_attention"].get("factor")
+    original = oracle["full_attention"].get("original_max_position_embeddings")
+    assert getattr(full.scaling, "original_max_positions", None) == original
 
 
 def test_gemma_s_first_name_for_its_activation_is_known() -> None:

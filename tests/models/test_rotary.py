@@ -41,6 +41,12 @@ CONFIGS: list[dict[str, Any]] = [
     {"rope_theta": 5000.0, "rope_scaling": LONG | {"original_max_position_embeddings": 9}}
     | {"original_max_position_embeddings": 512},
     {"rope_theta": 5000.0, "rope_scaling": LONG | {"original_max_position_embeddings": 64, "attention_factor": 1.3}},
+    {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+    {"rope_scaling": {key: value for key, value in LLAMA3.items() if key != "original_max_position_embeddings"}},
+    {"rope_scaling": LONG},
+    {"rope_scaling": YARN, "rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 77.0}},
+    {"rope_scaling": {}, "rope_parameters": {"rope_type": "linear", "factor": 8.0, "rope_theta": 77.0}},
+    {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}, "rope_parameters": YARN},
 ]
 
 
@@ -117,7 +123,7 @@ def test_the_early_names_of_longrope_are_known(name: str) -> None:
         (LONG | {"original_max_position_embeddings": 8, "short_factor": [1.0] * 31}, "short_factor .* 32"),
         (LONG | {"original_max_position_embeddings": 8, "long_factor": ["1"] * 32}, "long_factor"),
         (YARN | {"factor": None}, "factor"),
-        ({"rope_type": "yarn", "factor": 2.0}, "original_max_position_embeddings"),
+        ({"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": "8"}, "original_max_position"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor"),
         ({"partial_rotary_factor": 0.8}, "partial_rotary_factor"),
     ],
@@ -127,7 +133,14 @@ def test_a_senseless_scaling_is_refused_naming_the_number(scaling: dict[str, Any
         RopeConfig.of({"max_position_embeddings": 64, "rope_scaling": scaling}, 64)
 
 
-@pytest.mark.parametrize("missing", ["factor", "low_freq_factor", "original_max_position_embeddings"])
+@pytest.mark.parametrize("missing", ["factor", "low_freq_factor", "high_freq_factor"])
 def test_a_scaling_without_its_numbers_is_refused_naming_the_number(missing: str) -> None:
     with pytest.raises(CheckpointError, match=missing):
         RopeConfig.of({"rope_scaling": {key: value for key, value in LLAMA3.items() if key != missing}}, 64)
+
+
+@pytest.mark.parametrize("scaling", [YARN, LLAMA3, LONG])
+def test_without_an_original_context_or_the_whole_one_a_scaling_is_refused_naming_it(scaling: dict[str, Any]) -> None:
+    scaling = {key: value for key, value in scaling.items() if key != "original_max_position_embeddings"}
+    with pytest.raises(CheckpointError, match="max_position_embeddings"):
+        RopeConfig.of({"rope_scaling": scaling}, 64)

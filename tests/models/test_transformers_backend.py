@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -21,6 +22,7 @@ from engine.errors import CheckpointError, ConfigError, UnsupportedModel
 from engine.kv_cache.spec import max_blocks_for
 from engine.metrics import SchedulerStats
 from engine.model_runner.model_runner import ModelRunner
+from engine.models.checkpoint import read_config
 from engine.models.decoder import Decoder
 from engine.models.registry import DECODERS, BuiltModel, build_model, choose
 from engine.models.transformers_backend import TransformersModel
@@ -269,16 +271,79 @@ def test_auto_takes_our_own_decoder_where_it_can_and_transformers_where_not(
     assert isinstance(build(gpt2_folder).model, TransformersModel)
 
 
+@pytest.mark.parametrize(("model_type", "stored"), [("llama", "another"), ("gemma2", "another"), ("llama", "the same")])
+def test_a_stored_head_that_is_not_the_embedding_is_not_tied_as_transformers_does(
+    draw_model: Any, tmp_path: Path, model_type: str, stored: str
+) -> None:
+    (tmp_path / "tied").mkdir()
+    draw_model(model_type, tie_word_embeddings=True).save_pretrained(tmp_path / "tied")
+
+    def add_head(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        embedding = tensors["model.embed_tokens.weight"]
+        tensors["lm_head.weight"] = embedding.clone() if stored == "the same" else embedding.flip(0)
+
+    folder = copy_of(tmp_path / "tied", tmp_path, add_head)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == (stored == "the same")
+    for implementation in ("own", "transformers"):
+        stack = Stack(folder, model_impl=implementation)
+        check(model, PROMPTS[3], stack.run(PROMPTS[3:4])[0][0])
+
+
 def test_own_refuses_what_is_no_row(gpt2_folder: Path) -> None:
-    with pytest.raises(UnsupportedModel, match="names GPT2LMHeadModel; supported are"):
+    with pytest.raises(UnsupportedModel, match="names GPT2LMHeadModel; our own decoder runs Gemma2"):
         build(gpt2_folder, model_impl="own")
 
 
 def test_what_neither_runs_is_refused_with_both_reasons(draw_model: Any, tmp_path: Path) -> None:
     draw_model("bloom").save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModel, match="names BloomForCausalLM; supported are") as refusal:
+    words = "^BloomForCausalLM does not .* check 'call a layer' failed: .* Our own decoder .* names BloomForCausalLM"
+    with pytest.raises(UnsupportedModel, match=words):
         build(tmp_path, max_model_len=64)
-    assert "check 'call a layer' failed" in str(refusal.value)
+
+
+@pytest.fixture(scope="module")
+def llama_folder(draw_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder: Path = tmp_path_factory.mktemp("llama")
+    draw_model("llama").save_pretrained(folder)
+    return folder
+
+
+def test_a_number_that_only_our_own_decoder_refuses_is_for_transformers_to_read(
+    llama_folder: Path, tmp_path: Path
+) -> None:
+    scaling = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": None, "original_max_position_embeddings": 32}
+    folder = copy_of(llama_folder, tmp_path, lambda raw, tensors: raw.update(rope_parameters=scaling))
+    with pytest.raises(CheckpointError, match="factor must be a number above 0, got None"):
+        build(folder, model_impl="own")
+    assert isinstance(build(folder).model, TransformersModel)
+    assert choose(read_config(folder)).startswith("transformers' model")
+
+
+def test_a_number_that_both_refuse_is_refused_with_both_reasons(llama_folder: Path, tmp_path: Path) -> None:
+    folder = copy_of(llama_folder, tmp_path, lambda raw, tensors: raw.update(vocab_size="many"))
+    words = "config.json is not accepted by transformers: .* Our own decoder .* vocab_size must be a whole number"
+    for refuse in (build, lambda folder: choose(read_config(folder))):
+        with pytest.raises(CheckpointError, match=f"(?s)^{words}"):
+            refuse(folder)
+
+
+@pytest.mark.parametrize(
+    ("error", "words"),
+    [(AssertionError(), r"AssertionError\(\)"), (KeyError(None), r"KeyError\(None\)"), (OSError("no"), "no")],
+)
+def test_an_error_of_transformers_without_a_text_is_named_by_its_type(
+    gpt2_folder: Path, monkeypatch: pytest.MonkeyPatch, error: Exception, words: str
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", fail)
+    with pytest.raises(CheckpointError, match=f"cannot be loaded by transformers: {words}"):
+        build(gpt2_folder)
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", fail)
+    with pytest.raises(CheckpointError, match=f"is not accepted by transformers: {words}"):
+        build(gpt2_folder)
 
 
 @pytest.mark.parametrize(
@@ -367,6 +432,10 @@ def test_weights_are_loaded_in_the_calling_thread(gpt2_folder: Path, monkeypatch
 
 
 def test_what_would_run_a_model_is_said_without_its_weights() -> None:
-    assert choose({"architectures": ["GPT2LMHeadModel"]}).startswith("transformers' model, if it passes the guard")
-    with pytest.raises(UnsupportedModel, match="NovelForCausalLM"):
+    gpt2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
+    assert choose(gpt2).startswith("transformers' model, if it passes the guard")
+    words = "^transformers .* has no causal language model NovelForCausalLM. Our own decoder"
+    with pytest.raises(UnsupportedModel, match=words):
         choose({"architectures": ["NovelForCausalLM"]})
+    with pytest.raises(UnsupportedModel, match=r"^quantized checkpoints are not supported"):
+        choose(gpt2 | {"quantization_config": {"quant_method": "gptq"}})

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from engine.errors import CheckpointError, UnsupportedModel
 from engine.models.checkpoint import model_digest
-from engine.models.weights import load_weights, resolve_dtype
+from engine.models.weights import EMBEDDING, HEAD, load_weights, resolve_dtype, stores_other_head
 
 NAMES = [f"layer.{i}.weight" for i in range(8)]
 
@@ -56,7 +56,7 @@ def test_tensors_are_converted_to_the_model_s_type(tmp_path: Path) -> None:
     assert all(torch.equal(loaded[name], tensors[name].bfloat16()) for name in NAMES)
 
 
-def test_rotary_buffers_and_the_head_of_a_tied_model_are_skipped(tmp_path: Path) -> None:
+def test_rotary_buffers_and_the_head_of_a_model_that_has_none_are_skipped(tmp_path: Path) -> None:
     extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(2), "lm_head.weight": torch.ones(2, 2)}
     load(write(tmp_path, make_tensors() | extra))
 
@@ -145,3 +145,24 @@ def test_the_digest_changes_with_configuration_and_layout_alone(tmp_path: Path) 
     assert model_digest(tmp_path) != digest
     write(tmp_path, {name: tensor.half() for name, tensor in make_tensors().items()})
     assert model_digest(tmp_path) != digest
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_a_head_is_another_if_it_differs_from_the_embedding_in_the_type_of_the_model(
+    tmp_path: Path, shards: int
+) -> None:
+    embedding = torch.ones(5, 4)
+
+    def differs(head: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> bool:
+        tensors = {EMBEDDING: embedding} | ({} if head is None else {HEAD: head})
+        files = {name: f"{i % shards}.safetensors" for i, name in enumerate(tensors)}
+        for file in set(files.values()):
+            save_file({name: tensor for name, tensor in tensors.items() if files[name] == file}, tmp_path / file)
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": files}))
+        return stores_other_head(tmp_path, dtype)
+
+    assert not differs(None)
+    assert not differs(embedding.clone())
+    assert differs(embedding * (1 + 2**-12))
+    assert not differs(embedding * (1 + 2**-12), torch.bfloat16)
+    assert differs(torch.ones(5, 3))
