@@ -7,6 +7,7 @@ block that a plan in flight names is written by nobody else.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -179,7 +180,7 @@ class CoreDriver:
             request_id=RequestId(name),
             external_id=name,
             prompt_token_ids=list(prompt),
-            sampling_params=SamplingParams(**{"temperature": 0.0, **params}),
+            sampling_params=_sampling_params(**{"temperature": 0.0, **params}),
             arrival_time=0.0,
             priority=priority,
             client_key=client_key,
@@ -203,7 +204,7 @@ class CoreDriver:
 
     def extend(self, name: str, prompt: Sequence[int], **params: Any) -> None:
         """Add the next part of a session; an empty one ends it."""
-        part = SessionPart(RequestId(name), list(prompt), SamplingParams(**{"temperature": 0.0, **params}))
+        part = SessionPart(RequestId(name), list(prompt), _sampling_params(**{"temperature": 0.0, **params}))
         self.core.extend(part)
         self.completions[part.request_id].parts.append(part)
         self.check()
@@ -356,6 +357,12 @@ class CoreDriver:
             completion.outputs.append(output)
             self.num_outputs += 1
             completion.token_ids += output.new_token_ids
+
+
+@functools.lru_cache(maxsize=4096)
+def _sampling_params(**params: Any) -> SamplingParams:
+    """Return parameters, checked once however many requests of a history have them."""
+    return SamplingParams(**params)
 
 
 def run_core(core: EngineCore, runner: NullModelRunner) -> dict[RequestId, Completion]:
