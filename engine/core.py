@@ -218,8 +218,11 @@ class EngineCore:
             request, token_ids, status, _ = result
             if status is not None or (token_ids and request.grammar is not None):
                 self._conclude(result)
-            elif token_ids:
-                self._emit(request, token_ids)
+            elif request.events or request.logprobs is not None or request.prompt_logprobs:
+                if token_ids:
+                    self._emit(request, token_ids)
+            elif token_ids:  # as most are: nothing to tell but tokens
+                self._outputs.append(EngineCoreOutput(request.request_id, token_ids, step=plan.step))
 
     def _conclude(self, result: RowResult) -> None:
         """Say what a step did to a request that ends by it, or whose grammar has a say."""
