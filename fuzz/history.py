@@ -103,7 +103,7 @@ class Target(NamedTuple):
         """Draw a history; `fixed` settings are not drawn."""
         settings = self.settings(**{**self.settings.draw(draw).given(), **fixed})
         weights = [kind.weight for kind in self.operations]
-        kinds = draw.choices(self.operations, weights, k=draw.choice((20, 80, 240)))
+        kinds = draw.choices(self.operations, weights, k=draw.choice((40, 160, 480)))
         return History(settings, [kind.draw(draw) for kind in kinds])
 
 

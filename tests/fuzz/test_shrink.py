@@ -11,7 +11,7 @@ def drawn() -> History:
     return next(
         history
         for number in range(100)
-        if len((history := TARGET.draw(random.Random(number), {})).operations) == 240 and _is_bad(history)
+        if len((history := TARGET.draw(random.Random(number), {})).operations) == 480 and _is_bad(history)
     )
 
 
@@ -40,7 +40,7 @@ def test_no_more_runs_are_made_than_allowed_and_the_result_fails_still() -> None
     least = shrink(drawn(), fails, max_runs=20)
     assert len(runs) == 20
     assert _is_bad(least)
-    assert len(least.operations) < 240
+    assert len(least.operations) < 480
 
 
 def test_a_value_that_is_never_drawn_is_lowered_too() -> None:
