@@ -50,8 +50,8 @@ class Coverage:
 
     def summary(self) -> str:
         """Return the coverage in a few words, for a line of progress."""
-        moves = f"{len(LEGAL_MOVES & self.moves.keys())}/{len(LEGAL_MOVES)} moves"
-        return f"{moves}, {len(self.events)} pairs of status and event"
+        moves = f"{len(LEGAL_MOVES & self.moves.keys())}/{len(LEGAL_MOVES)} moves, " if self.moves else ""
+        return f"{moves}{len(self.events)} pairs of status and event"
 
     def report(self) -> str:
         """Return two tables: events by status, and legal moves with how often each was taken."""
@@ -60,6 +60,8 @@ class Coverage:
         short = {status: status.removeprefix("FINISHED_").removeprefix("WAITING_FOR_")[:12] for status in statuses}
         lines = [f"{'event':<16}" + "".join(f"{short[status]:>13}" for status in statuses)]
         lines += [f"{event:<16}" + "".join(f"{self.events[event, one]:>13}" for one in statuses) for event in events]
+        if not self.moves:
+            return "\n".join(lines)  # a target without a scheduler
         lines += ["", "legal moves"]
         for before, all_after in TRANSITIONS.items():
             taken = [f"{after} {self.moves[before, after] or 'NEVER'}" for after in sorted(all_after)]
