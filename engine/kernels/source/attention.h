@@ -1,0 +1,308 @@
+/* Paged attention: rotation into the pages, and rows over the keys up to their own.
+ *
+ * A page holds, for each K/V head and each 16 consecutive tokens of a block, one record: keys, then values.
+ *
+ *     BFLOAT16  keys [head size / 2][16][2]   values [8][head size][2]
+ *     FLOAT32   keys [head size][16]          values [16][head size]
+ *
+ * Keys are taken 32 at a time from absolute positions, softmax goes on from one 32 to the next, and every 512 it begins
+ * anew and is folded into what came before. So a row's bits depend on its query, its position and the K/V before it
+ * alone: 32 keys of which a row sees none change nothing in it.
+ */
+#pragma once
+#include "linear.h"
+#include "operations.h"
+#include "simd.h"
+
+enum { TOKENS = 16, KEYS = 2 * TOKENS, SPLIT = 512, MAX_QUERIES = TILE_ROWS, MAX_HEAD = 256 };
+
+INLINE int64_t record_bytes(int form, int head_size) { return (int64_t)TOKENS * head_size * 2 * (form == FLOAT32 ? 4 : 2); }
+
+/* The record of one K/V head with the token at `position` of a request. */
+INLINE char *record_at(int form, int head_size, int num_kv_heads, int block_size, const void *pages,
+                       const int32_t *block_table, int64_t position, int head)
+{
+    int64_t block = block_table[position / block_size];
+    int64_t record = (block * num_kv_heads + head) * (block_size / TOKENS) + position % block_size / TOKENS;
+    return (char *)pages + record * record_bytes(form, head_size);
+}
+
+INLINE const int32_t *block_table_of(const step *s, int group, int64_t row)
+{
+    return s->block_tables + ((int64_t)group * s->num_requests + s->requests[row]) * s->max_blocks;
+}
+
+/* -- rotation ------------------------------------------------------------------------------------------------------ */
+
+/* Rotate one head into `out`; what follows the rotated numbers is copied. */
+INLINE void rotate_head(const rotate_operation *op, int64_t position, const float *in, float *out)
+{
+    int half = op->cosines ? op->rotary_size / 2 : 0;
+    const float *cosines = op->cosines + position * half, *sines = op->sines + position * half;
+    for (int i = 0; i < half; i++) {
+        float a = in[i], b = in[i + half];
+        out[i] = a * cosines[i] - b * sines[i];
+        out[i + half] = a * sines[i] + b * cosines[i];
+    }
+    for (int i = 2 * half; i < op->head_size; i++) out[i] = in[i];
+}
+
+static void rotate(const rotate_operation *op, const step *s, int64_t row)
+{
+    const int size = op->head_size;
+    const int64_t position = s->positions[row];
+    const int lane = position % TOKENS;
+    const int32_t *block_table = block_table_of(s, op->group, row);
+    const float *in = op->qkv + row * (op->num_heads + 2 * op->num_kv_heads) * size;
+    float head[MAX_HEAD];
+    uint16_t narrow[MAX_HEAD];
+    for (int h = 0; h < op->num_heads; h++, in += size) {
+        int64_t at = (row * op->num_heads + h) * size;
+        rotate_head(op, position, in, head);
+        if (op->form == FLOAT32) memcpy((float *)op->queries + at, head, size * sizeof(float));
+        else for (int i = 0; i < size; i += LANES) narrow_to((uint16_t *)op->queries + at + i, load(head + i));
+    }
+    for (int h = 0; h < op->num_kv_heads; h++, in += size) {
+        char *record = record_at(op->form, size, op->num_kv_heads, op->block_size, op->pages, block_table, position, h);
+        const float *values = in + op->num_kv_heads * size;
+        rotate_head(op, position, in, head);
+        if (op->form == FLOAT32) {
+            float *keys = (float *)record;
+            for (int i = 0; i < size; i++) keys[i * TOKENS + lane] = head[i];
+            memcpy(keys + (TOKENS + lane) * size, values, size * sizeof(float));
+        } else {
+            uint16_t *keys = (uint16_t *)record, *to = keys + TOKENS * size + lane / 2 * size * 2 + lane % 2;
+            for (int i = 0; i < size; i += LANES) narrow_to(narrow + i, load(head + i));
+            for (int i = 0; i < size; i += 2) memcpy(keys + i * TOKENS + lane * 2, narrow + i, 4);
+            for (int i = 0; i < size; i += LANES) narrow_to(narrow + i, load(values + i));
+            for (int i = 0; i < size; i++) to[i * 2] = narrow[i];
+        }
+    }
+}
+
+/* -- rows over keys ------------------------------------------------------------------------------------------------ */
+
+/* Softmax so far of some queries: the largest score, the lanes' sums, and the values' weighted sums. */
+typedef struct {
+    float largest[MAX_QUERIES];
+    floats sums[MAX_QUERIES];
+    float values[MAX_QUERIES][MAX_HEAD];
+} partial;
+
+/* Queries that share a K/V head and a request, and how far each sees: positions [from, until). */
+typedef struct {
+    int num_queries, kv_head;
+    const void *queries[MAX_QUERIES];
+    float *out[MAX_QUERIES];
+    int head[MAX_QUERIES];
+    int64_t from[MAX_QUERIES], until[MAX_QUERIES], first, last;
+    const int32_t *block_table;
+} unit;
+
+typedef struct {
+    float scores[MAX_QUERIES][KEYS], factors[MAX_QUERIES];
+    uint16_t narrow[MAX_QUERIES][KEYS];
+} block_scores;
+
+INLINE void score(const int n, const int form, int head_size, const void *const *queries, const char *const *records,
+                  block_scores *b)
+{
+    for (int half = 0; half < 2; half++) {
+        floats sums[MAX_QUERIES][TOKENS / LANES];
+        UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < TOKENS / LANES; v++) sums[i][v] = all(0.f);
+        const char *keys = records[half];
+        for (int d = 0; d < head_size; d += form == FLOAT32 ? 1 : 2) {
+            UNROLL for (int v = 0; v < TOKENS / LANES; v++, keys += 4 * LANES) {
+                if (form == FLOAT32) {
+                    floats key = load((const float *)keys);
+                    UNROLL for (int i = 0; i < n; i++) 
+                        sums[i][v] = fused(key, all(((const float *)queries[i])[d]), sums[i][v]);
+                } else {
+                    words key = load_words(keys);
+                    UNROLL for (int i = 0; i < n; i++)
+                        sums[i][v] = dot_pairs(sums[i][v], key, load_word((const uint16_t *)queries[i] + d));
+                }
+            }
+        }
+        UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < TOKENS / LANES; v++)
+            store(b->scores[i] + half * TOKENS + v * LANES, sums[i][v]);
+    }
+}
+
+INLINE void add_values(const int n, const int form, int head_size, const block_scores *b, const char *const *records,
+                       partial *p)
+{
+    for (int d = 0; d < head_size; d += LANES) {
+        floats sums[MAX_QUERIES];
+        UNROLL for (int i = 0; i < n; i++) sums[i] = load(p->values[i] + d) * b->factors[i];
+        for (int half = 0; half < 2; half++) {
+            if (form == FLOAT32) {
+                const float *values = (const float *)records[half] + d;
+                for (int k = half * TOKENS; k < (half + 1) * TOKENS; k++, values += head_size) {
+                    floats value = load(values);
+                    UNROLL for (int i = 0; i < n; i++) sums[i] = fused(value, all(b->scores[i][k]), sums[i]);
+                }
+            } else {
+                const uint16_t *values = (const uint16_t *)records[half] + 2 * d;
+                for (int k = half * TOKENS; k < (half + 1) * TOKENS; k += 2, values += 2 * head_size) {
+                    words value = load_words(values);
+                    UNROLL for (int i = 0; i < n; i++) sums[i] = dot_pairs(sums[i], value, load_word(b->narrow[i] + k));
+                }
+            }
+        }
+        UNROLL for (int i = 0; i < n; i++) store(p->values[i] + d, sums[i]);
+    }
+}
+
+#define DEFINE_ATTENTION(n)                                                                                           \
+    static __attribute__((noinline)) void score_##n(int form, int size, const void *const *q, const char *const *k,   \
+                                                    block_scores *b)                                                  \
+    { if (form == FLOAT32) score(n, FLOAT32, size, q, k, b); else score(n, BFLOAT16, size, q, k, b); }                \
+    static __attribute__((noinline)) void add_values_##n(int form, int size, const block_scores *b,                   \
+                                                         const char *const *v, partial *p)                            \
+    { if (form == FLOAT32) add_values(n, FLOAT32, size, b, v, p); else add_values(n, BFLOAT16, size, b, v, p); }
+#define SCORE_CASE(n) case n: score_##n(form, size, u->queries, records, &b); break;
+#define VALUES_CASE(n) case n: add_values_##n(form, size, &b, values, p); break;
+FOR_EACH_COUNT(DEFINE_ATTENTION)
+FOR_EACH_LARGE_COUNT(DEFINE_ATTENTION)
+
+INLINE int32_t clamp(int64_t count) { return count < 0 ? 0 : count < KEYS ? (int32_t)count : KEYS; }
+
+/* Turn query i's scores of the keys from `position` on into weights relative to the largest score so far. */
+static __attribute__((noinline)) void weigh(const attend_operation *op, const unit *u, int i, int64_t position,
+                                            block_scores *b, partial *p)
+{
+    const floats none = all(-INFINITY);
+    const int32_t from = clamp(u->from[i] - position), until = clamp(u->until[i] - position);
+    floats scores[KEYS / LANES], largest = none;
+    ints seen[KEYS / LANES], key;
+    for (int lane = 0; lane < LANES; lane++) key[lane] = lane;
+    for (int v = 0; v < KEYS / LANES; v++, key += LANES) {
+        seen[v] = (key >= from) & (key < until);
+        floats score = load(b->scores[i] + v * LANES) * op->scale;
+        if (op->cap != 0.f) score = hyperbolic_tangent(score / op->cap) * op->cap;
+        scores[v] = choose(seen[v], score, none);
+        largest = larger(largest, scores[v]);
+    }
+    float before = p->largest[i], now = largest_of(largest);
+    now = before > now ? before : now;
+    floats factor = exponential(all(before - now)), sum = p->sums[i] * factor;
+    for (int v = 0; v < KEYS / LANES; v++) {
+        floats below = scores[v] - now; /* no number where the score is none, and so must the weight be */
+        floats weight = choose(seen[v], choose((ints)(below == below), exponential(below), below), all(0.f));
+        sum = sum + weight;
+        store(b->scores[i] + v * LANES, weight);
+        narrow_to(b->narrow[i] + v * LANES, weight);
+    }
+    p->largest[i] = now;
+    p->sums[i] = sum;
+    b->factors[i] = factor[0];
+}
+
+/* Copy a record's values without the tokens from `count` on, which may hold anything. */
+INLINE const char *without_tail(int form, int head_size, const char *values, int count, char *room)
+{
+    memset(room, 0, record_bytes(form, head_size) / 2);
+    if (form == FLOAT32) {
+        memcpy(room, values, (int64_t)count * head_size * sizeof(float));
+        return room;
+    }
+    const uint16_t *from = (const uint16_t *)values;
+    uint16_t *to = (uint16_t *)room;
+    for (int k = 0; k < count; k++)
+        for (int d = 0; d < head_size; d++) to[(k / 2 * head_size + d) * 2 + k % 2] = from[(k / 2 * head_size + d) * 2 + k % 2];
+    return room;
+}
+
+/* Attend to the keys in [begin, end), which begin at a multiple of KEYS, from nothing. */
+static void attend_keys(const attend_operation *op, const unit *u, int64_t begin, int64_t end, partial *p)
+{
+    const int form = op->form, size = op->head_size, n = u->num_queries;
+    const int64_t keys_bytes = record_bytes(form, size) / 2;
+    _Alignas(64) char rooms[2][TOKENS * MAX_HEAD * sizeof(float)];
+    block_scores b;
+    for (int i = 0; i < n; i++) {
+        p->largest[i] = -INFINITY;
+        p->sums[i] = all(0.f);
+        memset(p->values[i], 0, size * sizeof(float));
+    }
+    for (int64_t position = begin; position < end; position += KEYS) {
+        const char *records[2], *values[2];
+        for (int half = 0; half < 2; half++) {
+            int64_t at = position + half * TOKENS, count = u->last - at;
+            if (count <= 0) at = position; /* nobody sees these: any record will do */
+            records[half] = record_at(form, size, op->num_kv_heads, op->block_size, op->pages, u->block_table, at, u->kv_head);
+            values[half] = records[half] + keys_bytes;
+            if (count < TOKENS) values[half] = without_tail(form, size, values[half], count < 0 ? 0 : (int)count, rooms[half]);
+        }
+        switch (n) { FOR_EACH_COUNT(SCORE_CASE) FOR_EACH_LARGE_COUNT(SCORE_CASE) }
+        for (int i = 0; i < n; i++) weigh(op, u, i, position, &b, p);
+        switch (n) { FOR_EACH_COUNT(VALUES_CASE) FOR_EACH_LARGE_COUNT(VALUES_CASE) }
+    }
+}
+
+/* Bring query i of both to one largest score and add `further` to `all_keys`. */
+INLINE void fold(partial *all_keys, const partial *further, int i, int head_size)
+{
+    float a = all_keys->largest[i], b = further->largest[i], largest = a > b ? a : b;
+    floats of_a = exponential(all(a - largest)), of_b = exponential(all(b - largest));
+    all_keys->largest[i] = largest;
+    all_keys->sums[i] = all_keys->sums[i] * of_a + further->sums[i] * of_b;
+    for (int d = 0; d < head_size; d += LANES)
+        store(all_keys->values[i] + d, load(all_keys->values[i] + d) * of_a + load(further->values[i] + d) * of_b);
+}
+
+static void attend_unit(const attend_operation *op, const unit *u)
+{
+    partial all_keys, further;
+    int64_t begin = u->first / SPLIT * SPLIT;
+    for (int64_t split = begin; split < u->last; split += SPLIT) {
+        int64_t from = split < u->first ? u->first / KEYS * KEYS : split;
+        int64_t end = split + SPLIT < u->last ? split + SPLIT : u->last;
+        attend_keys(op, u, from, end, split == begin ? &all_keys : &further);
+        if (split != begin)
+            for (int i = 0; i < u->num_queries; i++) fold(&all_keys, &further, i, op->head_size);
+    }
+    for (int i = 0; i < u->num_queries; i++) {
+        float sum = sum_of(all_keys.sums[i]), factor = 1.f;
+        if (op->sinks) {
+            float sink = op->sinks[u->head[i]], largest = all_keys.largest[i] > sink ? all_keys.largest[i] : sink;
+            factor = exponential(all(all_keys.largest[i] - largest))[0];
+            sum = sum * factor + exponential(all(sink - largest))[0];
+        }
+        for (int d = 0; d < op->head_size; d += LANES) store(u->out[i] + d, load(all_keys.values[i] + d) * (factor / sum));
+    }
+}
+
+/* Units are (rows of one request) x (heads of one K/V head), taken by whoever is free. */
+static void attend(const attend_operation *op, const step *s, atomic_llong *next)
+{
+    const int heads_a_group = op->num_heads / op->num_kv_heads;
+    const int heads_a_unit = heads_a_group < MAX_QUERIES ? heads_a_group : MAX_QUERIES;
+    const int rows_a_unit = MAX_QUERIES / heads_a_unit < 4 ? MAX_QUERIES / heads_a_unit : 4;
+    int64_t mine = atomic_fetch_add(next, 1), number = 0;
+    for (int64_t row = 0, end; row < s->num_rows; row = end) {
+        for (end = row + 1; end < s->num_rows && end - row < rows_a_unit && s->requests[end] == s->requests[row]; end++);
+        for (int kv_head = 0; kv_head < op->num_kv_heads; kv_head++) {
+            for (int first = 0; first < heads_a_group; first += heads_a_unit, number++) {
+                if (number != mine) continue;
+                mine = atomic_fetch_add(next, 1);
+                unit u = {.kv_head = kv_head, .block_table = block_table_of(s, op->group, row), .first = INT64_MAX};
+                for (int64_t r = row; r < end; r++) {
+                    for (int h = first; h < first + heads_a_unit && h < heads_a_group; h++) {
+                        int i = u.num_queries++;
+                        u.head[i] = kv_head * heads_a_group + h;
+                        int64_t at = (r * op->num_heads + u.head[i]) * op->head_size;
+                        u.queries[i] = (const char *)op->queries + at * (op->form == FLOAT32 ? 4 : 2);
+                        u.out[i] = op->out + at;
+                        u.until[i] = s->positions[r] + 1;
+                        u.from[i] = op->window && u.until[i] > op->window ? u.until[i] - op->window : 0;
+                        u.first = u.from[i] < u.first ? u.from[i] : u.first;
+                        u.last = u.until[i];
+                    }
+                }
+                attend_unit(op, &u);
+            }
+        }
+    }
+}

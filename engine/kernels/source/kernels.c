@@ -1,0 +1,64 @@
+/* A step of a decoder on a CPU: a list of operations, run by a team of threads that meets after each. */
+#define _GNU_SOURCE
+#include "team.h"
+#include "simd.h"
+#include "operations.h"
+#include "rows.h"
+#include "linear.h"
+#include "attention.h"
+
+typedef struct {
+    const void *const *operations;
+    int num_operations;
+    const step *step;
+    team *team;
+    atomic_llong next_unit;
+} program;
+
+#define FOR_MY_ROWS                                                                                                   \
+    for (int64_t row = s->num_rows * thread / num_threads, end = s->num_rows * (thread + 1) / num_threads; row < end; row++)
+
+static void run_operations(int thread, int num_threads, void *argument)
+{
+    program *p = argument;
+    const step *s = p->step;
+#if defined(__AMX_BF16__)
+    amx_begin();
+#endif
+    for (int i = 0; i < p->num_operations; i++) {
+        const void *operation = p->operations[i];
+        switch (*(const int32_t *)operation) {
+        case EMBED: FOR_MY_ROWS embed(operation, s, row); break;
+        case NORM: FOR_MY_ROWS norm(operation, row); break;
+        case LINEAR: linear(operation, s->num_rows, thread, num_threads); break;
+        case ROTATE:
+            if (thread == 0) atomic_store(&p->next_unit, 0);
+            FOR_MY_ROWS rotate(operation, s, row);
+            break;
+        case ATTEND: attend(operation, s, &p->next_unit); break;
+        case CAP: FOR_MY_ROWS cap(operation, row); break;
+        }
+        if (i + 1 < p->num_operations) team_meet(p->team);
+    }
+#if defined(__AMX_BF16__)
+    _tile_release();
+#endif
+}
+
+/* Run the operations in order on the rows of `s`; returns once all are done. */
+void run(team *t, const void *const *operations, int num_operations, const step *s)
+{
+    program p = {operations, num_operations, s, t, 0};
+    team_run(t, run_operations, &p);
+}
+
+/* Whether this build may run here: the system must grant the AMX registers. */
+int permitted(void)
+{
+#if defined(__AMX_BF16__)
+    const int request_permission = 0x1023, tile_data = 18;
+    return syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+#else
+    return 1;
+#endif
+}

@@ -1,0 +1,180 @@
+/* Products of rows and packed weights.
+ *
+ * A thread has a share of the panels, of 32 outputs each, and goes through all rows for each. Over the inputs every
+ * output is summed in one order, whatever the number of rows: so a row's bits do not depend on its neighbours.
+ */
+#pragma once
+#include "operations.h"
+#include "simd.h"
+#if defined(__AMX_BF16__)
+#include <immintrin.h>
+#endif
+
+enum { PANEL = 32, VECTORS = PANEL / LANES };
+#if defined(__AVX512F__)
+enum { TILE_ROWS = 12 }; /* as many sums as registers hold */
+#else
+enum { TILE_ROWS = 3 };
+#endif
+enum { AMX_ROWS = 16 };
+
+INLINE void tile_float32(const int n, const float *x, int num_inputs, const float *w, float *out)
+{
+    floats sums[TILE_ROWS][VECTORS];
+    UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) sums[m][v] = all(0.f);
+    for (int k = 0; k < num_inputs; k++, w += PANEL) {
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            floats weights = load(w + v * LANES);
+            UNROLL for (int m = 0; m < n; m++) 
+                sums[m][v] = fused(weights, all(x[(int64_t)m * num_inputs + k]), sums[m][v]);
+        }
+    }
+    UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) store(out + m * PANEL + v * LANES, sums[m][v]);
+}
+
+INLINE void tile_bfloat16(const int n, const uint16_t *x, int num_inputs, const uint16_t *w, float *out)
+{
+    floats sums[TILE_ROWS][VECTORS];
+    UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) sums[m][v] = all(0.f);
+    for (int k = 0; k < num_inputs; k += 2, w += 2 * PANEL) {
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            words weights = load_words(w + 2 * v * LANES);
+            UNROLL for (int m = 0; m < n; m++)
+                sums[m][v] = dot_pairs(sums[m][v], weights, load_word(x + (int64_t)m * num_inputs + k));
+        }
+    }
+    UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) store(out + m * PANEL + v * LANES, sums[m][v]);
+}
+
+/* One function a number of rows, so that sums stay in registers. */
+#define FOR_EACH_COUNT(X) X(1) X(2) X(3)
+#define FOR_EACH_LARGE_COUNT(X) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12)
+#define DEFINE_TILES(n)                                                                                               \
+    static __attribute__((noinline)) void float32_##n(const float *x, int k, const float *w, float *out)              \
+    { tile_float32(n, x, k, w, out); }                                                                                \
+    static __attribute__((noinline)) void bfloat16_##n(const uint16_t *x, int k, const uint16_t *w, float *out)       \
+    { tile_bfloat16(n, x, k, w, out); }
+#define FLOAT32_CASE(n) case n: float32_##n(x, num_inputs, w, out); break;
+#define BFLOAT16_CASE(n) case n: bfloat16_##n(x, num_inputs, w, out); break;
+FOR_EACH_COUNT(DEFINE_TILES)
+#if defined(__AVX512F__)
+FOR_EACH_LARGE_COUNT(DEFINE_TILES)
+#else
+#undef FOR_EACH_LARGE_COUNT
+#define FOR_EACH_LARGE_COUNT(X)
+#endif
+
+static void float32_rows(int n, const float *x, int num_inputs, const float *w, float *out)
+{
+    switch (n) { FOR_EACH_COUNT(FLOAT32_CASE) FOR_EACH_LARGE_COUNT(FLOAT32_CASE) }
+}
+
+static void bfloat16_rows(int n, const uint16_t *x, int num_inputs, const uint16_t *w, float *out)
+{
+    switch (n) { FOR_EACH_COUNT(BFLOAT16_CASE) FOR_EACH_LARGE_COUNT(BFLOAT16_CASE) }
+}
+
+#if defined(__AMX_BF16__)
+typedef struct { uint8_t palette, start_row, reserved[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } tile_config;
+
+static void amx_begin(void)
+{
+    tile_config config = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) {
+        config.row_bytes[tile] = 64;
+        config.rows[tile] = AMX_ROWS;
+    }
+    _tile_loadconfig(&config);
+}
+
+/* 16 or 32 rows of which fewer may count: the others are read, for inputs have room for whole tiles, and dropped. */
+static void amx_rows(int n, const uint16_t *x, int num_inputs, const uint16_t *w, float *out)
+{
+    const int64_t x_bytes = (int64_t)num_inputs * 2, w_bytes = PANEL * 4;
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    if (n <= AMX_ROWS) {
+        for (int k = 0; k < num_inputs; k += 32, w += 32 * PANEL) {
+            for (int line = 0; line < 32; line++) _mm_prefetch((const char *)w + 8192 + 64 * line, _MM_HINT_T0);
+            _tile_loadd(4, x + k, x_bytes);
+            _tile_loadd(6, w, w_bytes);
+            _tile_loadd(7, w + PANEL, w_bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+    } else {
+        for (int k = 0; k < num_inputs; k += 32, w += 32 * PANEL) {
+            _tile_loadd(4, x + k, x_bytes);
+            _tile_loadd(5, x + k + (int64_t)AMX_ROWS * num_inputs, x_bytes);
+            _tile_loadd(6, w, w_bytes);
+            _tile_loadd(7, w + PANEL, w_bytes);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+        _tile_stored(2, out + AMX_ROWS * PANEL, PANEL * 4);
+        _tile_stored(3, out + AMX_ROWS * PANEL + 16, PANEL * 4);
+    }
+    _tile_stored(0, out, PANEL * 4);
+    _tile_stored(1, out + 16, PANEL * 4);
+}
+#endif
+
+INLINE floats activate(int activation, floats x)
+{
+    if (activation == SILU) return x * sigmoid(x);
+    return x * sigmoid((x + x * x * x * 0.044715f) * 1.5957691216f); /* 2 * sqrt(2 / pi) */
+}
+
+/* Do with one row's sums of a panel what the operation says. */
+INLINE void finish(const linear_operation *op, int64_t row, int panel, float *sums)
+{
+    float *out = op->out + row * op->out_stride;
+    if (op->bias)
+        for (int i = 0; i < PANEL; i += LANES) store(sums + i, load(sums + i) + load(op->bias + (int64_t)panel * PANEL + i));
+    if (op->epilogue == GATE) {
+        for (int i = 0; i < PANEL / 2; i += LANES)
+            store(out + (int64_t)panel * PANEL / 2 + i, activate(op->activation, load(sums + i)) * load(sums + PANEL / 2 + i));
+        return;
+    }
+    out += (int64_t)panel * PANEL;
+    int64_t count = op->num_outputs - (int64_t)panel * PANEL;
+    if (count < PANEL) {
+        for (int i = 0; i < count; i++) out[i] = op->epilogue == ADD ? sums[i] * op->multiplier + out[i] : sums[i];
+    } else {
+        for (int i = 0; i < PANEL; i += LANES)
+            store(out + i, op->epilogue == ADD ? fused(load(sums + i), all(op->multiplier), load(out + i)) : load(sums + i));
+    }
+}
+
+static void linear(const linear_operation *op, int64_t num_rows, int thread, int num_threads)
+{
+    const int num_inputs = op->num_inputs;
+    const int64_t num_panels = (op->num_outputs + PANEL - 1) / PANEL;
+    const int64_t panel_bytes = (int64_t)num_inputs * PANEL * (op->form == FLOAT32 ? 4 : 2);
+    int most = TILE_ROWS;
+#if defined(__AMX_BF16__)
+    if (op->form == BFLOAT16) most = 2 * AMX_ROWS;
+#endif
+    _Alignas(64) float sums[(TILE_ROWS > 2 * AMX_ROWS ? TILE_ROWS : 2 * AMX_ROWS) * PANEL];
+    for (int64_t panel = num_panels * thread / num_threads; panel < num_panels * (thread + 1) / num_threads; panel++) {
+        const char *w = (const char *)op->weight + panel * panel_bytes;
+        int64_t num_tiles = (num_rows + most - 1) / most;
+        for (int64_t tile = 0, row = 0, end; tile < num_tiles; tile++, row = end) {
+#if defined(__AMX_BF16__)
+            end = row + most < num_rows ? row + most : num_rows;
+#else
+            end = num_rows * (tile + 1) / num_tiles; /* tiles of about one size */
+#endif
+            if (op->form == FLOAT32)
+                float32_rows(end - row, (const float *)op->in + row * num_inputs, num_inputs, (const float *)w, sums);
+            else
+#if defined(__AMX_BF16__)
+                amx_rows(end - row, (const uint16_t *)op->in + row * num_inputs, num_inputs, (const uint16_t *)w, sums);
+#else
+                bfloat16_rows(end - row, (const uint16_t *)op->in + row * num_inputs, num_inputs, (const uint16_t *)w, sums);
+#endif
+            for (int64_t m = row; m < end; m++) finish(op, m, panel, sums + (m - row) * PANEL);
+        }
+    }
+}

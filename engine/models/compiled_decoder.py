@@ -1,0 +1,303 @@
+"""The decoder's step as a program of operations in C, and the pages its attention reads.
+
+The same layers as `Decoder`, whose loaded weights it takes over and packs; residuals stay in float32. What a row gets
+depends on its request alone, bit for bit: every operation keeps one order of sums, whatever rows there are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.attention.base import AttentionBatch
+from engine.kernels.operations import (
+    ACTIVATIONS,
+    LANES,
+    MAX_HEAD,
+    ROW_MULTIPLE,
+    Attend,
+    Cap,
+    Embed,
+    Epilogue,
+    Form,
+    Kind,
+    Norm,
+    PackedWeight,
+    Product,
+    Program,
+    Rotate,
+    Step,
+    Team,
+    aligned,
+    interleaved,
+    pointer,
+    zeros,
+)
+from engine.kv_cache.spec import NULL_BLOCK, KVCacheSpec, num_page_tensors
+from engine.models.decoder import Decoder, _Layer, _Norm
+from engine.models.decoder_config import DecoderConfig
+from engine.models.linear import Linear
+from engine.models.mlp import DenseMlp
+from engine.models.rotary import RotaryEmbedding
+from engine.outputs import KVCacheGroup
+
+
+def why_not(config: DecoderConfig, block_size: int) -> str | None:
+    """Return what keeps this decoder from the operations in C; None: nothing."""
+    sizes = {"hidden size": config.hidden_size, "MLP size": config.intermediate_size, "head size": config.head_dim}
+    for name, size in sizes.items():
+        if size % LANES:
+            return f"its {name} {size} is no multiple of {LANES}"
+    if config.head_dim > MAX_HEAD:
+        return f"its head size {config.head_dim} is above {MAX_HEAD}"
+    if any(experts is not None for experts in config.experts):
+        return "it has experts"
+    if block_size % LANES:
+        return f"--block-size {block_size} is no multiple of {LANES}"
+    if any(rope is not None and rope.dim % 2 for rope in config.ropes):
+        return "it rotates an odd number of dimensions"
+    return None
+
+
+class Pages:
+    """K/V pages in the order the operations read; an `AttentionBackend` for `CompiledDecoder` alone."""
+
+    def __init__(
+        self, spec: KVCacheSpec, groups: Sequence[KVCacheGroup], num_blocks: int, block_size: int, form: Form
+    ) -> None:
+        """Allocate zeroed pages."""
+        self.block_size, self.form = block_size, form
+        self._block_numbers = spec.num_kv_heads * block_size * spec.head_dim * 2
+        self.pages = [zeros(num_blocks * self._block_numbers, form.dtype) for _ in range(num_page_tensors(groups))]
+        self.places = {
+            layer: (group, index) for group, kind in enumerate(groups) for index, layer in enumerate(kind.layers)
+        }
+
+    def clear_null_block(self) -> None:
+        """See `AttentionBackend.clear_null_block`."""
+        for pages in self.pages:
+            pages.view(-1, self._block_numbers)[NULL_BLOCK] = 0
+
+    def prepare(self, batch: AttentionBatch) -> tuple[Step, list[np.ndarray]]:
+        """Lay out whose rows they are and where their blocks lie."""
+        requests = batch.requests
+        counts = np.array([request.num_rows for request in requests])
+        owners = np.repeat(np.arange(len(requests), dtype=np.int32), counts)
+        num_groups = len(requests[0].block_tables)
+        max_blocks = max(len(table) for request in requests for table in request.block_tables)
+        tables = np.zeros((num_groups, len(requests), max_blocks), dtype=np.int32)
+        for index, request in enumerate(requests):
+            for group, table in enumerate(request.block_tables):
+                tables[group, index, : len(table)] = table
+        step = Step(
+            num_rows=len(owners),
+            num_requests=len(requests),
+            max_blocks=max_blocks,
+            num_groups=num_groups,
+            requests=pointer(owners),
+            block_tables=pointer(tables),
+        )
+        return step, [owners, tables]
+
+
+class CompiledDecoder:
+    """A `Model` whose step is one call into C."""
+
+    def __init__(self, decoder: Decoder, max_rows: int, team: Team, form: Form, max_model_len: int) -> None:
+        """Take over the filled, unpacked weights of `decoder`; steps have at most `max_rows` rows."""
+        self.config = decoder.config
+        self._decoder = decoder
+        self._team = team
+        self._form = form
+        self._max_rows = -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE
+        self._memory: list[Any] = []
+        config = self.config
+        self._hidden = self._room(config.hidden_size)
+        self._normed = self._room(config.hidden_size)
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self._qkv, self._queries = self._room(queries + 2 * keys), self._room(queries, form.dtype)
+        self._attended = self._room(queries)
+        self._gated = self._room(config.intermediate_size)
+        self._output = self._room(config.hidden_size)
+        self._inputs: dict[int, torch.Tensor] = {}
+        self._rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        for rope in {rope for rope in config.ropes if rope}:
+            rotary = RotaryEmbedding(rope, max_model_len, torch.float32)
+            self._rotations[rope] = self._keep(aligned(rotary._cos)), self._keep(aligned(rotary._sin))
+        self._embedding = self._keep(aligned(decoder._embedding.to(form.dtype)))
+        self._layer_operations = [self._layer(index, layer) for index, layer in enumerate(decoder._layers)]
+        self._head = self._logits_program(decoder._head)
+        self._program: Program
+
+    def use_attention(self, pages: Pages) -> None:
+        """See `Model.use_attention`."""
+        config = self.config
+        operations: list[ctypes.Structure] = [
+            Embed(Kind.EMBED, self._form, config.hidden_size, self._decoder._embedding_scale)
+        ]
+        operations[0].table, operations[0].out = pointer(self._embedding), pointer(self._hidden)
+        for index, layer in enumerate(self._layer_operations):
+            group, place = pages.places[index]
+            for operation in layer:
+                if isinstance(operation, Rotate | Attend):
+                    operation.group, operation.block_size = group, pages.block_size
+                    operation.pages = pointer(pages.pages[place])
+            operations += layer
+        operations.append(self._norm(self._decoder._norm, self._hidden, self._normed, Form.FLOAT32))
+        self._program = Program(operations, [self._memory, pages])
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
+        """See `Model.forward`."""
+        step, _ = batch
+        step.token_ids, step.positions = pointer(token_ids), pointer(positions)
+        self._team.run(self._program, step)
+        return self._normed[: len(token_ids) * self.config.hidden_size].view(len(token_ids), -1).clone()
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Model.logits`."""
+        logits = torch.empty(len(hidden), self.config.vocab_size)
+        rows = hidden.contiguous()
+        prepare, product, cap = self._head[0]
+        prepare.in_, product.out, cap.rows = pointer(rows), pointer(logits), pointer(logits)
+        for first in range(0, len(rows), self._max_rows):
+            count = min(self._max_rows, len(rows) - first)
+            prepare.in_ = pointer(rows[first:])
+            product.out = cap.rows = pointer(logits[first:])
+            self._team.run(self._head[1], Step(num_rows=count))
+        return logits
+
+    # -- description -------------------------------------------------------------------------------------------------
+
+    def _layer(self, index: int, layer: _Layer) -> list[ctypes.Structure]:
+        config, form = self.config, self._form
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        width = queries + 2 * keys
+        mlp = layer._mlp
+        assert isinstance(mlp, DenseMlp)
+        norms = [layer._norms.get(name) if name else None for name in self._norm_names()]
+        operations = [
+            self._prepared(norms[0], self._hidden, config.hidden_size),
+            self._product(layer._qkv, config.hidden_size, self._qkv, width),
+        ]
+        for name, first, size in (("q_norm", 0, queries), ("k_norm", queries, keys)):
+            if name in layer._head_norms:
+                part = self._qkv[first:]
+                operations.append(self._norm(layer._head_norms[name], part, part, Form.FLOAT32, size, width))
+        rope = config.ropes[index]
+        cosines, sines = self._rotations[rope] if rope else (None, None)
+        operations += [
+            Rotate(
+                Kind.ROTATE, form, config.num_heads, config.num_kv_heads, config.head_dim, rope.dim if rope else 0, 0, 0
+            ),
+            Attend(
+                Kind.ATTEND,
+                form,
+                config.num_heads,
+                config.num_kv_heads,
+                config.head_dim,
+                config.windows[index] or 0,
+                0,
+                0,
+                config.attention_scale,
+                config.attention_softcap or 0.0,
+            ),
+        ]
+        rotate, attend = operations[-2:]
+        rotate.cosines, rotate.sines, rotate.qkv = pointer(cosines), pointer(sines), pointer(self._qkv)
+        rotate.queries = attend.queries = pointer(self._queries)
+        attend.out = pointer(self._attended)
+        operations.append(self._prepared(None, self._attended, queries))
+        operations += self._added(layer._output, queries, norms[1])
+        operations += [
+            self._prepared(norms[2], self._hidden, config.hidden_size),
+            self._product(
+                Linear(
+                    interleaved(mlp._gate_up.weight),
+                    None if mlp._gate_up.bias is None else interleaved(mlp._gate_up.bias),
+                ),
+                config.hidden_size,
+                self._gated,
+                config.intermediate_size,
+                Epilogue.GATE,
+            ),
+            self._prepared(None, self._gated, config.intermediate_size),
+        ]
+        return operations + self._added(mlp._down, config.intermediate_size, norms[3])
+
+    def _norm_names(self) -> tuple[str | None, ...]:
+        from engine.models.decoder import NORM_NAMES
+
+        return NORM_NAMES[self.config.traits.norm_places]
+
+    def _added(self, linear: Linear, num_inputs: int, norm: _Norm | None) -> list[ctypes.Structure]:
+        size, multiplier = self.config.hidden_size, self.config.residual_multiplier
+        if norm is None:
+            return [self._product(linear, num_inputs, self._hidden, size, Epilogue.ADD)]
+        added = self._norm(norm, self._output, self._hidden, Form.FLOAT32)
+        added.adds, added.multiplier = 1, multiplier
+        return [self._product(linear, num_inputs, self._output, size), added]
+
+    def _prepared(self, norm: _Norm | None, rows: torch.Tensor, size: int) -> Norm:
+        inputs = self._input(size)
+        operation = self._norm(norm, rows, inputs, self._form, size, size)
+        operation.out_stride = inputs.numel() // self._max_rows
+        return operation
+
+    def _norm(
+        self,
+        norm: _Norm | None,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+        form: Form,
+        size: int | None = None,
+        stride: int | None = None,
+    ) -> Norm:
+        size = size or self.config.hidden_size
+        stride = stride or size
+        weight = None
+        if norm is not None:
+            weight = norm.weight.float() + (1 if self.config.traits.norm == "unit_offset" else 0)
+            weight = self._keep(aligned(weight))
+        part = size if weight is None else len(weight)
+        operation = Norm(Kind.NORM, form, part, size // part, 0, self.config.norm_eps, 1.0)
+        operation.weight, operation.in_, operation.out = pointer(weight), pointer(rows), pointer(out)
+        operation.in_stride = operation.out_stride = stride
+        return operation
+
+    def _product(
+        self, linear: Linear, num_inputs: int, out: torch.Tensor, stride: int, epilogue: Epilogue = Epilogue.STORE
+    ) -> Product:
+        packed = PackedWeight(linear.weight, linear.bias, self._form)
+        self._keep(packed)
+        activation = ACTIVATIONS[self.config.activation]
+        operation = Product(Kind.LINEAR, self._form, packed.num_outputs, packed.num_inputs, epilogue, activation)
+        operation.multiplier = self.config.residual_multiplier
+        operation.weight, operation.bias = pointer(packed.data), pointer(packed.bias)
+        operation.in_, operation.out, operation.out_stride = pointer(self._input(num_inputs)), pointer(out), stride
+        return operation
+
+    def _logits_program(self, head: Linear) -> tuple[list[Any], Program]:
+        prepare = self._prepared(None, self._hidden, self.config.hidden_size)
+        product = self._product(head, self.config.hidden_size, self._output, self.config.vocab_size)
+        cap = Cap(Kind.CAP, self.config.vocab_size, self.config.logits_divisor, self.config.logits_softcap or 0.0)
+        operations = [prepare, product, cap]
+        changes = self.config.logits_divisor != 1 or self.config.logits_softcap
+        return operations, Program(operations if changes else operations[:2], [])
+
+    def _input(self, size: int) -> torch.Tensor:
+        """Return the room for inputs of products over `size` numbers; what pads them stays zero."""
+        if size not in self._inputs:
+            padded = size + -size % 64
+            self._inputs[size] = self._keep(zeros(self._max_rows * padded, self._form.dtype))
+        return self._inputs[size]
+
+    def _room(self, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return self._keep(zeros(self._max_rows * size, dtype))
+
+    def _keep(self, memory: Any) -> Any:
+        self._memory.append(memory)
+        return memory
