@@ -18,7 +18,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -44,6 +43,7 @@ from engine.server import EngineCoreServer
 from engine.task_tree import answer_signals
 from transport.channel import ReceiveChannel, RouterReceiveChannel, SendChannel
 from transport.codec import DecodeError
+from transport.folder import open_folder
 from transport.process import Child, child_guard, describe_exit, open_child
 from transport.services import open_services
 from transport.zmq_socket import SocketKind, ZmqSocket, open_context
@@ -56,6 +56,8 @@ TERM_GRACE_S = 2.0
 """How long an engine process may take to exit after its last word, before it is killed."""
 SWITCH_INTERVAL_S = 2e-4
 """How long a thread may keep the GIL from another: at the default 5 ms a busy thread starves the step loop."""
+FOLDER_PREFIX = "metronome-"
+"""Of the folders for sockets, in the folder for temporary files; after a kill the next start removes what is left."""
 MAX_RECEIVED = 256
 """Messages taken from a socket in one go."""
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
@@ -140,7 +142,7 @@ async def connect_process(config: EngineConfig, engine_index: int = 0) -> AsyncI
         EngineDeadError: The process ended before it said hello.
     """
     name = f"engine-{engine_index}"
-    with tempfile.TemporaryDirectory(prefix="metronome-", ignore_cleanup_errors=True) as folder:
+    with open_folder(FOLDER_PREFIX) as folder:
         async with open_context() as context:
             router = ZmqSocket(context, SocketKind.ROUTER)
             pull = ZmqSocket(context, SocketKind.PULL)
