@@ -44,7 +44,7 @@ from engine.task_tree import answer_signals
 from transport.channel import ReceiveChannel, RouterReceiveChannel, SendChannel
 from transport.codec import DecodeError
 from transport.folder import open_folder
-from transport.process import Child, child_guard, describe_exit, open_child
+from transport.process import Child, describe_exit, open_child
 from transport.services import open_services
 from transport.zmq_socket import SocketKind, ZmqSocket, open_context
 
@@ -64,7 +64,11 @@ LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 _ROOT = str(Path(engine.__file__).parent.parent)
 # -P and the explicit path: the child imports this very engine, whatever folder it is started in.
-_MAIN = f"import sys; sys.path.insert(0, {_ROOT!r}); from engine.engine_process import main; main()"
+# The guard stands before the engine's imports, in which its parent may die too.
+_MAIN = (
+    f"import sys; sys.path.insert(0, {_ROOT!r}); from transport.process import child_guard; child_guard(); "
+    "from engine.engine_process import main; main()"
+)
 
 
 def identity_of(engine_index: int) -> bytes:
@@ -167,7 +171,6 @@ def _report_bad_message(error: DecodeError) -> None:
 
 def main() -> None:
     """Be an engine process: arguments are the rank and the addresses of the front's two sockets."""
-    child_guard()
     # The terminal's or the service manager's signals go to all processes; the front alone decides the order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     engine_index, request_address, output_address = sys.argv[1:]
