@@ -56,7 +56,7 @@ TERM_GRACE_S = 2.0
 """How long an engine process may take to exit after its last word, before it is killed."""
 SWITCH_INTERVAL_S = 2e-4
 """How long a thread may keep the GIL from another: at the default 5 ms a busy thread starves the step loop."""
-FOLDER_PREFIX = "metronome-"
+FOLDER_PREFIX = "metronome-sockets-"
 """Of the folders for sockets, in the folder for temporary files; after a kill the next start removes what is left."""
 MAX_RECEIVED = 256
 """Messages taken from a socket in one go."""
