@@ -97,7 +97,7 @@ def test_ids_are_those_of_sentencepiece_on_the_same_pieces(folder: Path, tokeniz
 
 def test_answers_equal_those_of_transformers(folder: Path, tokenizer: Tokenizer) -> None:
     try:
-        choose(read_config(folder))
+        choose(read_config(folder), None, lambda done, total: None)
     except UnsupportedModel as refusal:
         pytest.skip(str(refusal))
     from transformers import AutoModelForCausalLM

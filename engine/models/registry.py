@@ -133,12 +133,20 @@ DECODERS: dict[str, DecoderTraits] = {
 """Architecture, as config.json names it → traits of `models.decoder`."""
 
 
-def choose(raw: dict[str, Any], folder: Path | None = None) -> str:
-    """Return what would run a model with this config.json, in words; no weight is loaded.
+class Verdict(NamedTuple):
+    """What would run a model, in words, and its longest context; None where config.json names none."""
+
+    implementation: str
+    max_positions: int | None
+
+
+def choose(raw: dict[str, Any], folder: Path | None, progress: Callable[[int, int], None]) -> Verdict:
+    """Return what would run a model with this config.json; no weight is loaded.
 
     Args:
         raw: The content of config.json.
         folder: Of the model; what its weight files' headers say is held against `raw`. None where it has none yet.
+        progress: Called with (done, in all) while the guard is at work.
 
     Raises:
         UnsupportedModel: Nothing would; the message has both reasons, transformers' first.
@@ -155,11 +163,12 @@ def choose(raw: dict[str, Any], folder: Path | None = None) -> str:
             if folder is not None:
                 resolve_dtype("auto", raw, folder)
                 transformers_loading.check(folder, settings)
-        return "transformers' model, if it passes the guard when it is loaded,"
+            implementation = transformers_loading.foretell(settings, progress)
+            return Verdict(implementation, transformers_loading.max_positions(settings))
     if folder is not None:
         resolve_dtype("auto", raw, folder)
         _check_files(folder, shape)
-    return "the own decoder"
+    return Verdict("the own decoder", shape.max_positions)
 
 
 def _check_files(folder: Path, shape: DecoderConfig) -> None:

@@ -23,6 +23,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from engine.errors import CheckpointError, UnsupportedModel
 from engine.models.checkpoint import MAX_LAYERS, stored_tensors, weight_files
 from engine.models.guard import inspect, strange_layer_types
+from engine.models.likeness import NoLikeness, judge
 from engine.models.transformers_backend import ATTENTION_NAME, Body, TransformersModel
 from engine.models.weights import NEVER_READ, name_faults
 
@@ -34,6 +35,8 @@ ARCHITECTURES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 """The causal language models that this transformers has."""
 _MAX_UNSTORED = 2
 """The most numbers that a model has for each that is stored: some compute tables, which are parameters to them."""
+_UNNAMED_POSITIONS = 128
+"""Of a model that names no longest context: any number is as good."""
 
 
 def open_config(folder: Path, raw: dict[str, Any]) -> PretrainedConfig:
@@ -70,6 +73,30 @@ def max_positions(config: PretrainedConfig) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
+def foretell(config: PretrainedConfig, progress: Callable[[int, int], None]) -> str:
+    """Return what will run a model of this configuration, in words; its weights need not be there.
+
+    Raises:
+        UnsupportedModel: Nothing will: the guard refuses all models of its kind, naming the check that failed.
+    """
+    refuse_strange_layers(config)
+    try:
+        judge(config, max_positions(config) or _UNNAMED_POSITIONS, progress)
+    except NoLikeness as error:
+        return f"transformers' model, if it passes the guard when it is loaded ({_said(error)}),"
+    return "transformers' model, which passes the guard,"
+
+
+def refuse_strange_layers(config: PretrainedConfig) -> None:
+    """Raise UnsupportedModel where config.json names kinds of layers that are not run."""
+    kinds = strange_layer_types(config.get_text_config(decoder=True))
+    if kinds:
+        raise UnsupportedModel(
+            f"{_name_of(config)} does not run rightly through transformers {transformers.__version__}: "
+            f"check 'layer types' failed: {', '.join(kinds)} is neither full nor sliding attention"
+        )
+
+
 def check(folder: Path, config: PretrainedConfig) -> None:
     """Refuse what needs no weights to be refused: strange layers, and sizes beyond all that the weight files hold.
 
@@ -79,12 +106,7 @@ def check(folder: Path, config: PretrainedConfig) -> None:
         UnsupportedModel: config.json names kinds of layers that are not run.
         CheckpointError: transformers cannot make the model, or a weight file is missing, corrupt or far too small.
     """
-    kinds = strange_layer_types(config.get_text_config(decoder=True))
-    if kinds:
-        raise UnsupportedModel(
-            f"{_name_of(config)} does not run rightly through transformers {transformers.__version__}: "
-            f"check 'layer types' failed: {', '.join(kinds)} is neither full nor sliding attention"
-        )
+    refuse_strange_layers(config)
     num_stored = num_tensors = 0
     for tensor in stored_tensors(folder):
         num_stored += math.prod(tensor.shape)

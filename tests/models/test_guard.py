@@ -11,8 +11,9 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
+from engine.models.checkpoint import read_config
 from engine.models.guard import inspect, tolerance
-from engine.models.registry import build_model
+from engine.models.registry import build_model, choose
 from engine.models.transformers_backend import ATTENTION_NAME, Body, TransformersShape
 
 FULL = {"layer_types": ["full_attention"] * 4}
@@ -52,6 +53,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }
 """What is wrong → (model_type, changes, the check that finds it)."""
+FORETOLD = {"the same, made elsewhere": "call a layer"}
+"""Where a likeness fails in another check than the model when it is loaded."""
+
+
+def quiet(done: int, total: int) -> None:
+    """Tell nobody."""
 
 
 def inspected(model: Any, max_positions: int = 128) -> TransformersShape:
@@ -66,14 +73,18 @@ def test_what_would_be_wrong_without_a_word_is_refused_by_the_failed_check(
     model_type, changes, check = REFUSED[fault]
     draw_model(model_type, **changes).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=f"check '{check}' failed"):
-        build_model(tmp_path, EngineConfig(max_model_len=128), lambda done, total: None)
+        build_model(tmp_path, EngineConfig(max_model_len=128), quiet)
+    with pytest.raises(UnsupportedModel, match=f"check '{FORETOLD.get(fault, check)}' failed"):
+        choose(read_config(tmp_path), None, quiet)
 
 
 @pytest.mark.parametrize("model_type", ["falcon", "gpt_neo"])
 def test_a_class_that_knows_only_its_own_attention_is_refused(draw_model: Any, tmp_path: Path, model_type: str) -> None:
     draw_model(model_type).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="check 'call a layer' failed"):
-        build_model(tmp_path, EngineConfig(), lambda done, total: None)
+        build_model(tmp_path, EngineConfig(), quiet)
+    with pytest.raises(UnsupportedModel, match="check 'call a layer' failed"):
+        choose(read_config(tmp_path), None, quiet)
 
 
 DYNAMIC = {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 32}
@@ -195,6 +206,6 @@ def test_what_differs_on_this_path_is_said_at_the_start(
 ) -> None:
     draw_model("gpt2").save_pretrained(tmp_path)
     with caplog.at_level(logging.INFO, logger="engine"):
-        build_model(tmp_path, EngineConfig(), lambda done, total: None)
+        build_model(tmp_path, EngineConfig(), quiet)
     assert "GPT2LMHeadModel runs through transformers" in caplog.text
     assert "last bits of a request's logits may depend on its neighbours" in caplog.text

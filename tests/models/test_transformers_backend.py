@@ -26,6 +26,7 @@ from engine.models.checkpoint import read_config
 from engine.models.decoder import Decoder
 from engine.models.registry import DECODERS, BuiltModel, build_model, choose
 from engine.models.transformers_backend import TransformersModel
+from engine.models.transformers_loading import foretell
 from engine.outputs import Capacity, RequestId
 from engine.protocol import EngineCoreRequest
 from engine.sampling_params import SamplingParams
@@ -93,6 +94,10 @@ def draw_prompt(length: int, seed: int) -> list[int]:
 PROMPTS = [draw_prompt(1 + 5 * i, seed=i) for i in range(8)]
 
 
+def quiet(*_progress: Any) -> None:
+    """Tell nobody."""
+
+
 class Recorder:
     """A model whose logits are kept."""
 
@@ -120,7 +125,7 @@ class Stack:
         self.settings = {"max_num_batched_tokens": 512, "max_num_seqs": 16, "block_size": 4, "max_model_len": 64}
         self.settings |= {"num_gpu_blocks_override": 600, "num_threads": 1} | settings
         self.runner = ModelRunner(EngineConfig(**self.settings), folder)
-        self.capacity = self.runner.start(lambda *call: None)
+        self.capacity = self.runner.start(quiet)
         self.model = self.runner._model
 
     def fewest_blocks(self) -> int:
@@ -193,6 +198,7 @@ def test_tokens_and_logits_equal_eager_alone_batched_chunked_preempted_and_with_
     model.save_pretrained(tmp_path)
     stack = Stack(tmp_path, model_impl="transformers")
     assert isinstance(stack.model, TransformersModel)
+    assert foretell(model.config, quiet) == "transformers' model, which passes the guard,"
 
     check(model, PROMPTS[-1], stack.run(PROMPTS[-1:])[0][0])
 
@@ -250,7 +256,7 @@ def gpt2_folder(draw_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def build(folder: Path, **settings: Any) -> BuiltModel:
-    return build_model(folder, EngineConfig(**settings), lambda done, total: None)
+    return build_model(folder, EngineConfig(**settings), quiet)
 
 
 def copy_of(folder: Path, target: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> Path:
@@ -317,13 +323,13 @@ def test_a_number_that_only_our_own_decoder_refuses_is_for_transformers_to_read(
     with pytest.raises(CheckpointError, match="factor must be a finite number above 0, got None"):
         build(folder, model_impl="own")
     assert isinstance(build(folder).model, TransformersModel)
-    assert choose(read_config(folder)).startswith("transformers' model")
+    assert choose(read_config(folder), None, quiet).implementation == "transformers' model, which passes the guard,"
 
 
 def test_a_number_that_both_refuse_is_refused_with_both_reasons(llama_folder: Path, tmp_path: Path) -> None:
     folder = copy_of(llama_folder, tmp_path, lambda raw, tensors: raw.update(vocab_size="many"))
     words = "config.json is not accepted by transformers: .* Our own decoder .* vocab_size must be a whole number"
-    for refuse in (build, lambda folder: choose(read_config(folder))):
+    for refuse in (build, lambda folder: choose(read_config(folder), None, quiet)):
         with pytest.raises(CheckpointError, match=f"(?s)^{words}"):
             refuse(folder)
 
@@ -433,9 +439,9 @@ def test_weights_are_loaded_in_the_calling_thread(gpt2_folder: Path, monkeypatch
 
 def test_what_would_run_a_model_is_said_without_its_weights() -> None:
     gpt2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
-    assert choose(gpt2).startswith("transformers' model, if it passes the guard")
+    assert choose(gpt2, None, quiet) == ("transformers' model, which passes the guard,", 1024)
     words = "^transformers .* has no causal language model NovelForCausalLM. Our own decoder"
     with pytest.raises(UnsupportedModel, match=words):
-        choose({"architectures": ["NovelForCausalLM"]})
+        choose({"architectures": ["NovelForCausalLM"]}, None, quiet)
     with pytest.raises(UnsupportedModel, match=r"^quantized checkpoints are not supported"):
-        choose(gpt2 | {"quantization_config": {"quant_method": "gptq"}})
+        choose(gpt2 | {"quantization_config": {"quant_method": "gptq"}}, None, quiet)
