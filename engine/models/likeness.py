@@ -53,7 +53,7 @@ def judge(config: PretrainedConfig, max_positions: int, progress: Callable[[int,
         NoLikeness: There is none to judge by.
         UnsupportedModel: Naming the check that failed.
     """
-    with _silence():
+    with silence():
         progress(0, 2)
         module = draw(config)
         progress(1, 2)
@@ -90,7 +90,7 @@ def draw(config: PretrainedConfig) -> PreTrainedModel:
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
+def silence() -> Iterator[None]:
     """Keep transformers from warning of a model that nobody has."""
     logging: Any = transformers.utils.logging
     verbosity = logging.get_verbosity()

@@ -20,7 +20,7 @@ from engine.models.checkpoint import read_config, stored_tensors
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.decoder_traits import DecoderTraits, ExpertNames
-from engine.models.weights import check_headers, load_weights, resolve_dtype, stores_other_head
+from engine.models.weights import EMBEDDING, HEAD, check_headers, load_weights, resolve_dtype, stores_other_head
 
 logger = logging.getLogger(__name__)
 
@@ -163,6 +163,7 @@ def choose(raw: dict[str, Any], folder: Path | None, progress: Callable[[int, in
             if folder is not None:
                 resolve_dtype("auto", raw, folder)
                 transformers_loading.check(folder, settings)
+                transformers_loading.check_tensors(folder, settings)
             implementation = transformers_loading.foretell(settings, progress)
             return Verdict(implementation, transformers_loading.max_positions(settings))
     if folder is not None:
@@ -182,10 +183,19 @@ def _check_files(folder: Path, shape: DecoderConfig) -> None:
         )
     try:
         with torch.device("meta"):
-            destinations = Decoder(shape, 2, torch.float32).destinations()
+            destinations = _destinations(folder, Decoder(shape, 2, torch.float32))
     except (RuntimeError, OverflowError) as error:
         raise CheckpointError(f"the sizes in the config.json of {folder} make no model: {error}") from error
     check_headers(folder, destinations)
+
+
+def _destinations(folder: Path, decoder: Decoder) -> dict[str, torch.Tensor]:
+    """Return what is to be filled, by name; where head and embedding are one, its one tensor may have either name."""
+    destinations = decoder.destinations()
+    names = {tensor.name for tensor in stored_tensors(folder)}
+    if HEAD not in destinations and HEAD in names and EMBEDDING not in names:
+        destinations[HEAD] = destinations.pop(EMBEDDING)
+    return destinations
 
 
 def decoder_config(raw: dict[str, Any]) -> DecoderConfig:
@@ -242,7 +252,7 @@ def build_model(folder: Path, config: EngineConfig, progress: Callable[[int, int
         logger.warning("%s ties head and embedding, but both are stored and differ: they are not tied", folder)
         shape = dataclasses.replace(shape, ties_embeddings=False)
     decoder = Decoder(shape, max_model_len, dtype)
-    load_weights(folder, decoder.destinations(), progress)
+    load_weights(folder, _destinations(folder, decoder), progress)
     decoder.pack()
     return BuiltModel(decoder, max_model_len, dtype)
 

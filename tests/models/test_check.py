@@ -178,7 +178,7 @@ def test_what_runs_through_transformers_is_known_from_its_configuration_alone(tm
     ("changes", "why"),
     [
         ({"n_inner": 10**7}, None),
-        ({"n_layer": 4096}, "4096 layers is not small"),
+        ({"n_layer": 300}, "300 layers is not small"),
         ({"n_embd": 2**20, "n_head": 1}, "numbers"),
     ],
 )
@@ -186,6 +186,24 @@ def test_what_cannot_be_made_small_is_left_to_the_guard(tmp_path: Path, changes:
     describe(tmp_path, "gpt2", **changes)
     expected = "which passes the guard, runs it" if why is None else f"if it passes the guard .*{why}.*, runs it"
     assert re.search(expected, check(str(tmp_path), quiet))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n_layer": 0}, "num_hidden_layers must be above 0, got 0"),
+        ({"n_head": -1}, "num_attention_heads must be above 0, got -1"),
+        ({"vocab_size": -1}, "vocab_size must be above 0, got -1"),
+        ({"n_head": 7}, "makes no model of transformers: .*divisible"),
+    ],
+)
+def test_numbers_that_make_no_model_are_refused_without_weights(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    describe(tmp_path, "gpt2", n_layer=2)
+    configure(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=words):
+        check(str(tmp_path), quiet)
 
 
 def test_a_model_that_names_no_longest_context_is_told_what_it_needs(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -296,6 +297,20 @@ def test_a_stored_head_that_is_not_the_embedding_is_not_tied_as_transformers_doe
         check(model, PROMPTS[3], stack.run(PROMPTS[3:4])[0][0])
 
 
+def test_a_tied_embedding_may_be_stored_as_the_head_alone(draw_model: Any, tmp_path: Path) -> None:
+    (tmp_path / "tied").mkdir()
+    model = draw_model("llama", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "tied")
+
+    def rename(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+    folder = copy_of(tmp_path / "tied", tmp_path, rename)
+    for implementation in ("own", "transformers"):
+        stack = Stack(folder, model_impl=implementation)
+        check(model, PROMPTS[3], stack.run(PROMPTS[3:4])[0][0])
+
+
 def test_own_refuses_what_is_no_row(gpt2_folder: Path) -> None:
     with pytest.raises(UnsupportedModel, match="names GPT2LMHeadModel; our own decoder runs Gemma2"):
         build(gpt2_folder, model_impl="own")
@@ -411,9 +426,35 @@ def invent(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         (invent, r"1 unknown: transformer\.h\.1\.adapter\.weight"),
     ],
 )
-def test_a_tensor_that_does_not_fit_is_named(gpt2_folder: Path, tmp_path: Path, fault: Any, words: str) -> None:
+def test_a_tensor_that_does_not_fit_is_named_by_the_load_and_by_what_foretells_it(
+    gpt2_folder: Path, tmp_path: Path, fault: Any, words: str
+) -> None:
+    folder = copy_of(gpt2_folder, tmp_path, fault)
     with pytest.raises(CheckpointError, match=words):
-        build(copy_of(gpt2_folder, tmp_path, fault))
+        build(folder)
+    with pytest.raises(CheckpointError, match=words):
+        choose(read_config(folder), folder, quiet)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int32, torch.float64])
+def test_weights_of_a_type_that_is_not_read_are_refused_by_name(
+    gpt2_folder: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    name = "transformer.h.1.mlp.c_fc.weight"
+    folder = copy_of(gpt2_folder, tmp_path, lambda raw, tensors: tensors.update({name: tensors[name].to(dtype)}))
+    with pytest.raises(UnsupportedModel, match=rf"tensor {re.escape(name)} is stored as .*; F32, BF16, F16 can be"):
+        build(folder)
+    with pytest.raises(UnsupportedModel, match="is stored as"):
+        choose(read_config(folder), folder, quiet)
+
+
+def test_tables_that_old_checkpoints_have_beside_the_weights_may_be_of_any_type(
+    gpt2_folder: Path, tmp_path: Path
+) -> None:
+    mask = {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8)}
+    folder = copy_of(gpt2_folder, tmp_path, lambda raw, tensors: tensors.update(mask))
+    assert isinstance(build(folder).model, TransformersModel)
+    assert "passes the guard" in choose(read_config(folder), folder, quiet).implementation
 
 
 def test_a_truncated_weight_file_is_a_checkpoint_error(gpt2_folder: Path, tmp_path: Path) -> None:
