@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError, UnsupportedModel
-from engine.models.checkpoint import STORED_DTYPES, first_few, stored_tensors, weight_files
+from engine.models.checkpoint import STORED_DTYPES, StoredTensor, first_few, stored_tensors, weight_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NEVER_READ = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -74,10 +74,7 @@ def check_headers(folder: Path, destinations: Mapping[str, torch.Tensor]) -> Non
         name, shape = tensor.name, list(tensor.shape)
         if NEVER_READ.search(name):
             continue
-        if tensor.dtype not in DTYPES:
-            raise UnsupportedModel(
-                f"{folder / tensor.file}: tensor {name} is stored as {tensor.dtype}; {_readable()} can be read"
-            )
+        refuse_stored_type(folder, tensor)
         destination = remaining.pop(name, None)
         if destination is None:
             if name in destinations:
@@ -88,6 +85,14 @@ def check_headers(folder: Path, destinations: Mapping[str, torch.Tensor]) -> Non
             misshapen.append(f"{name} is {shape}, must be {list(destination.shape)}")
     missing = [f"{name} {list(destination.shape)}" for name, destination in remaining.items()]
     name_faults(folder, missing=missing, unknown=unknown, misshapen=misshapen, repeated=repeated)
+
+
+def refuse_stored_type(folder: Path, tensor: StoredTensor) -> None:
+    """Raise UnsupportedModel if `tensor` is stored as numbers that are not read: quantized ones, whole ones."""
+    if tensor.dtype not in DTYPES:
+        raise UnsupportedModel(
+            f"{folder / tensor.file}: tensor {tensor.name} is stored as {tensor.dtype}; {_readable()} can be read"
+        )
 
 
 def stores_other_head(folder: Path, dtype: torch.dtype) -> bool:
