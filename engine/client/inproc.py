@@ -93,7 +93,6 @@ class InprocClient(SynchronousClient):
             self._undo()
             self.core.abort_all(AbortReason.SHUTDOWN)
             self._collect(0)
-            self._live.clear()
             self.death = EngineDeadError(Cause("EngineStopped", "the engine was shut down"))
             self.has_stopped = True
 

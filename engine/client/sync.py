@@ -136,7 +136,7 @@ class SyncMPClient(SynchronousClient):
             while self._received:
                 match message := self._received.popleft():
                     case StartProgress(phase, done, total):
-                        self._connection.phase = phase
+                        self._connection.phase = f"{phase} {done}/{total}" if total else phase
                         progress(phase, done, total)
                     case EngineReady():
                         self._connection.phase = ""
@@ -182,6 +182,5 @@ class SyncMPClient(SynchronousClient):
                 self._end(EngineDeadError(cause))
 
     def _end(self, death: EngineDeadError) -> None:
-        """Count the engine as ended: no request lives any more, and whoever calls learns why."""
+        """Count the engine as ended: whoever calls learns why, readers after all that had come."""
         self.death = death
-        self._live.clear()

@@ -14,6 +14,7 @@ from typing import Any, Self
 from engine.client.client import EngineCoreClient
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
+from engine.outputs import RequestId
 from engine.protocol import EngineCoreOutputs, EngineReady, Verb
 
 STOP_TIMEOUT_S = 10.0
@@ -58,17 +59,21 @@ class SynchronousClient(EngineCoreClient):
         message = self.peek_output()
         if message is None:
             return None
-        self._settle(message)
+        live = self._live_after(message)
         # From here to the caller's assignment Python runs no signal handler: it does so at calls and jumps back.
+        self._live = live
+        if message.scheduler_stats is not None:
+            self.stats = message.scheduler_stats
         del self._outputs[0]
         return message
 
     def peek_output(self) -> EngineCoreOutputs | None:
         """Wait for the next outputs as `get_output` does, and leave them there until `drop_output`."""
         while not self._outputs:
-            if self.has_stopped:
-                return None
             if self.death is not None:
+                self._live.clear()
+                if self.has_stopped:
+                    return None
                 raise self.death
             self._advance()
         return self._outputs[0]
@@ -94,6 +99,10 @@ class SynchronousClient(EngineCoreClient):
         Raises:
             EngineDeadError: It died meanwhile, or did not stop within `timeout_s` and was killed.
         """
+
+    def _live_after(self, message: EngineCoreOutputs) -> set[RequestId]:
+        ended = {output.request_id for output in message.outputs if output.finish_reason is not None}
+        return self._live - ended if ended else self._live
 
     @abstractmethod
     def _advance(self) -> None:
