@@ -201,5 +201,6 @@ class LLMEngine:
                 stopped.append(output.request_id)
             if output.finish_reason is not None:
                 del self._slots[output.request_id]
-        self.client.abort_requests(stopped, AbortReason.STOP_STRING)
+        if stopped:
+            self.client.abort_requests(stopped, AbortReason.STOP_STRING)
         self._news += [news for news in map(RequestState.fetch_all, touched.values()) if news is not None]

@@ -8,6 +8,8 @@ block is left. Waiting and computing are done outside, so nobody notices more th
 
 from __future__ import annotations
 
+# What `signal` wraps in enums, at ten times the cost: too much for every step.
+import _signal  # type: ignore[import-not-found]
 import signal
 import threading
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from types import FrameType, TracebackType
 from typing import Any
 
 _Handler = Callable[[int, FrameType | None], Any]
+_SIGINT = int(signal.SIGINT)
 
 
 class InterruptsHeld:
@@ -29,15 +32,15 @@ class InterruptsHeld:
         """Hold interrupts back; one that comes before is raised here, and then nothing is held."""
         if threading.get_ident() != threading.main_thread().ident:
             return
-        handler = signal.getsignal(signal.SIGINT)
+        handler = _signal.getsignal(_SIGINT)
         if callable(handler):  # else Python does not handle it, so nothing can be raised
             self._handler = handler
-            signal.signal(signal.SIGINT, self._note)
+            _signal.signal(_SIGINT, self._note)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         """Let go; what came meanwhile comes now."""
         if self._handler is not None:
-            signal.signal(signal.SIGINT, self._handler)
+            _signal.signal(_SIGINT, self._handler)
             if self._is_noted:
                 signal.raise_signal(signal.SIGINT)
 

@@ -482,6 +482,17 @@ def test_a_handler_of_the_callers_own_is_run_later_and_stays() -> None:
         signal.signal(signal.SIGINT, before)
 
 
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL])
+def test_what_python_does_not_handle_stays_as_it_is(handler: signal.Handlers) -> None:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with InterruptsHeld():
+            assert signal.getsignal(signal.SIGINT) is handler
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
 def test_in_another_thread_nothing_is_held_for_nothing_interrupts_it() -> None:
     held = []
 
