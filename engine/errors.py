@@ -13,6 +13,9 @@
     │   ├── NotFound 404
     │   ├── QueueFull 429
     │   └── RequestAborted 499    the request was aborted by someone other than the waiter
+    │       └── EngineStopping 503    the engine takes nothing new
+    ├── UtilityError              one verb failed, alone; `cause` says whose fault
+    │   └── UtilityTimeout 504    no answer came in time
     └── EngineDeadError 503       the engine itself, with its cause
         └── ExecutorDead          its worker thread or a rank
 
@@ -111,6 +114,47 @@ class RequestAborted(RequestError):
     """The request was aborted before it was complete."""
 
     status_hint = 499
+
+
+class EngineStopping(RequestAborted):
+    """The engine is being shut down: nothing was started; ask another one, or later."""
+
+    status_hint = 503
+
+
+class UtilityError(MetronomeError):
+    """A call of one verb failed; the engine runs on. `cause` has type and message of what went wrong."""
+
+    def __init__(self, verb: str, cause: Cause) -> None:
+        """Name the `verb` that failed for `cause`."""
+        super().__init__(f"Call to {verb} failed: {cause.type}: {cause.message}")
+        self.cause = cause
+        self.status_hint = _UTILITY_STATUS.get(cause.type, 500)
+
+
+class UtilityTimeout(UtilityError, TimeoutError):
+    """The caller's time was over before the answer came; what was asked for may still be done."""
+
+    def __init__(self, verb: str, timeout_s: float) -> None:
+        """Name the `verb` that was not answered within `timeout_s`."""
+        super().__init__(verb, Cause("UtilityTimeout", f"no answer within {timeout_s:g} seconds; it may still come"))
+
+
+_UTILITY_STATUS = {
+    "ValueError": 400,
+    "NotEnabled": 400,
+    "EngineStopping": 503,
+    "UtilityTimeout": 504,
+}
+"""What HTTP says to a failed verb, by the type of its cause."""
+
+
+class StepTimeout(MetronomeError):
+    """Work was pending and no step ended in time: the engine ends."""
+
+
+class NotEnabled(MetronomeError):
+    """What was asked for is switched off, or not built, in this engine."""
 
 
 class EngineDeadError(MetronomeError):

@@ -263,7 +263,7 @@ async def test_verbs_are_answered_by_their_ids() -> None:
         harness.add("a", [65] * 40, SamplingParams(max_tokens=5000))
         await harness.read_until(lambda: "a" in harness.tokens)
         harness.send(UtilityCall(1, ResetPrefixCache()))
-        harness.send(UtilityCall(2, Pause(PauseMode.KEEP)))
+        harness.send(UtilityCall(2, Pause(PauseMode.KEEP, clear_cache=False)))
         await harness.read_until(lambda: {1, 2} <= harness.results.keys())
         assert harness.results[1].value is False
         harness.send(UtilityCall(3, Pause(PauseMode.WAIT)))
