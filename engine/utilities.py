@@ -19,9 +19,8 @@ from engine.errors import Cause, ExecutorDead
 from engine.executor.base import Executor
 from engine.operations import OnRunner, Operation, Operations
 from engine.protocol import UtilityCall, UtilityResult
-from engine.verbs import Verb, plain_value, read_verb
+from engine.verbs import STOPPING, Verb, plain_value, read_verb
 
-_STOPPING = Cause("EngineStopping", "the engine is stopping and takes no calls")
 _RESUMED = Cause("Resumed", "resumed before the pause was complete")
 
 
@@ -60,7 +59,7 @@ class Utilities:
     def begin(self, call: UtilityCall) -> None:
         """Run `call` as far as it goes without waiting."""
         if self._is_stopping:
-            self._fail(call.call_id, _STOPPING)
+            self._fail(call.call_id, STOPPING)
             return
         try:
             operation = self._operations.run(read_verb(call.verb))
@@ -87,7 +86,7 @@ class Utilities:
         """Refuse calls from now on, also those that wait for a pause; what the runner does is still answered."""
         self._is_stopping = True
         for running in self._pausing:
-            self._fail(running.call_id, _STOPPING)
+            self._fail(running.call_id, STOPPING)
         self._pausing.clear()
 
     def take_results(self) -> list[UtilityResult]:

@@ -21,6 +21,10 @@ LONG_TIMEOUT_S = 600.0
 """What waits for running requests, or moves weights."""
 
 
+STOPPING = Cause("EngineStopping", "the engine is stopping and takes no calls")
+"""What calls are answered from a drain or stop on."""
+
+
 class PauseMode(enum.StrEnum):
     """What pausing does with running requests: end them, let them finish, or freeze them."""
 

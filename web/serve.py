@@ -100,6 +100,8 @@ async def serve(
 
 async def _end_streams(server: _Server, state: ServerState, drain_s: float) -> None:
     state.stop()
+    if drain_s > 0:
+        state.engine.drain()
     await _wait_streams(state, drain_s)
     state.abort_all()
     with trio.move_on_after(READ_GRACE_S):
