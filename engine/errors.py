@@ -39,6 +39,8 @@ class Cause(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
         traceback: The traceback as text, for the log; empty where there was none.
         phase: The start phase that failed, empty once the engine was ready.
         exit_status: The exit status of a process that died, or minus the signal that killed it.
+        causes: What led to it (`raise ... from`, a dead engine's own cause) and, from an exception group, what failed
+            beside it; a few levels deep.
     """
 
     type: str
@@ -46,17 +48,39 @@ class Cause(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
     traceback: str = ""
     phase: str = ""
     exit_status: int | None = None
+    causes: tuple[Cause, ...] = ()
 
     @classmethod
     def of(cls, error: BaseException, phase: str = "") -> Cause:
-        """Describe `error`, unwrapping exception groups to the one failure that explains the rest."""
-        root = root_cause(error)
-        text = "".join(traceback.format_exception(root))
-        return cls(type(root).__name__, str(root) or type(root).__name__, text, phase)
+        """Describe `error`; of an exception group the one failure that explains the rest, with the rest in `causes`."""
+        return _describe(error, phase, MAX_DEPTH)
 
     def __str__(self) -> str:
         where = f" (while starting: {self.phase})" if self.phase else ""
         return f"{self.type}: {self.message}{where}"
+
+
+MAX_DEPTH = 3
+"""Levels of causes below the first that are told."""
+MAX_BESIDE = 8
+"""Failures beside the first that are told."""
+MAX_TRACEBACK_CHARS = 20_000
+"""Of a traceback, its end."""
+
+
+def _describe(error: BaseException, phase: str, depth: int) -> Cause:
+    root = root_cause(error)
+    causes: list[Cause] = []
+    exit_status = None
+    if isinstance(root, EngineDeadError):
+        causes, exit_status = [root.cause], root.cause.exit_status
+    if depth:
+        led_to_it = [root.__cause__] if root.__cause__ is not None else []
+        beside = [leaf for leaf in _leaves(error) if leaf is not root and type(leaf).__name__ != "Cancelled"]
+        causes += [_describe(other, "", depth - 1) for other in led_to_it + beside[:MAX_BESIDE]]
+    text = "".join(traceback.format_exception(root))[-MAX_TRACEBACK_CHARS:]
+    name = type(root).__name__
+    return Cause(name, str(root) or name, text, phase, exit_status, tuple(causes))
 
 
 class MetronomeError(Exception):
@@ -194,8 +218,9 @@ def root_cause(error: BaseException) -> BaseException:
     leaves.sort(key=lambda leaf: type(leaf).__name__ in follow_ups)
     first, *rest = leaves
     for other in rest:
-        if type(other).__name__ != "Cancelled":
-            first.add_note(f"also failed: {type(other).__name__}: {other}")
+        note = f"also failed: {type(other).__name__}: {other}"
+        if type(other).__name__ != "Cancelled" and note not in getattr(first, "__notes__", ()):
+            first.add_note(note)
     return first
 
 

@@ -185,7 +185,8 @@ class EngineCoreServer:
         with self._outbox_send:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._watchdog.run, self._give_up)
-                await self._step_task(core)
+                async with trio.open_nursery() as steps:
+                    steps.start_soon(self._step_task, core)
                 nursery.cancel_scope.cancel()
 
     def _give_up(self) -> None:
@@ -198,6 +199,7 @@ class EngineCoreServer:
         in_flight = self._in_flight
         depth = core.capacity.max_concurrent_plans
         while True:
+            self._watchdog.expect(True)
             self._take_inputs(core)
             self._utilities.settle(core)
             while len(in_flight) < depth and (plan := core.plan(trio.current_time())) is not None:

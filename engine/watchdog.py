@@ -30,7 +30,7 @@ ALARM_FACTOR = 2
 
 
 class Watchdog:
-    """Waits for the step that does not end. Its owner says after each turn whether one is pending."""
+    """Waits for the step that does not end. Its owner says at each turn whether one, or the turn itself, is pending."""
 
     def __init__(self, timeout_s: float, alarm: Callable[[float], object] = lambda seconds: None) -> None:
         """Allow each step `timeout_s`, 0 for ever; `alarm(seconds)` sets the system's alarm, 0 takes it off."""
