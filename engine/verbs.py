@@ -206,9 +206,9 @@ def read_verb(sent: Any) -> Verb:
         ValueError: There is no such verb, or an argument is wrong; the caller's fault.
     """
     plain = msgspec.to_builtins(sent)
-    name = plain[0] if isinstance(plain, list) and plain else plain
-    if name not in _NAMES:
-        raise ValueError(f"there is no verb {name!r:.80}; known are {', '.join(sorted(_NAMES))}")
+    name = plain[0] if isinstance(plain, list) and plain else None
+    if not isinstance(name, str) or name not in _NAMES:
+        raise ValueError(f"there is no verb {str(name or plain):.80}; known are {', '.join(sorted(_NAMES))}")
     try:
         verb: Verb = msgspec.convert(plain, Verb)
     except msgspec.ValidationError as error:
