@@ -104,7 +104,7 @@ class EngineCoreServer:
         self._newest_step = 0
         self._follows_failure_until = 0
         self._ended_step = 0
-        self._ended_step_s = trio.current_time()
+        self._ended_step_s = 0.0
 
     async def run(self) -> Cause | None:
         """Start, serve until told to stop, say the last word, free everything. Returns what ended it, None if asked.
@@ -333,7 +333,8 @@ class EngineCoreServer:
         state = "stopping" if self._is_stopping else "draining" if self._is_draining else "alive"
         paused = f", paused ({core.pause_mode})" if core.pause_mode else ""
         asleep = f", asleep: {', '.join(sorted(self._operations.asleep))}" if self._operations.asleep else ""
-        yield f"{state}{paused}{asleep}; last step {self._ended_step} ended {now - self._ended_step_s:.3f} s ago"
+        ended = f"last step {self._ended_step} ended {now - self._ended_step_s:.3f} s ago"
+        yield f"{state}{paused}{asleep}; {ended if self._ended_step else 'no step yet'}"
         yield (
             f"queues: {stats.num_running} running, {stats.num_waiting} waiting, {len(self._waiting)} messages in the "
             f"inbox, {self._outbox_receive.statistics().current_buffer_used} in the outbox"

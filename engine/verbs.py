@@ -208,7 +208,7 @@ def read_verb(sent: Any) -> Verb:
     plain = msgspec.to_builtins(sent)
     name = plain[0] if isinstance(plain, list) and plain else None
     if not isinstance(name, str) or name not in _NAMES:
-        raise ValueError(f"there is no verb {str(name or plain):.80}; known are {', '.join(sorted(_NAMES))}")
+        raise ValueError(f"there is no verb {name or plain!s:.80}; known are {', '.join(sorted(_NAMES))}")
     try:
         verb: Verb = msgspec.convert(plain, Verb)
     except msgspec.ValidationError as error:
