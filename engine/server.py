@@ -15,7 +15,6 @@ that state. Nothing here polls; a step that does not end is the watchdog's busin
 
 from __future__ import annotations
 
-import faulthandler
 import logging
 import os
 from collections import deque
@@ -47,8 +46,9 @@ from engine.protocol import (
     StartProgress,
     UtilityCall,
 )
+from engine.step_failures import StepFailures
 from engine.step_log import describe_plan
-from engine.task_tree import report, telling, write_report
+from engine.task_tree import report, telling, write_report, write_stacks
 from engine.utilities import Utilities
 from engine.verbs import WakeUp
 from engine.watchdog import Watchdog
@@ -100,9 +100,7 @@ class EngineCoreServer:
         self._watchdog = Watchdog(config.step_timeout, alarm)
         self._outbox_send, self._outbox_receive = trio.open_memory_channel[EngineMessage](float("inf"))
         self._told_stats: SchedulerStats | None = None
-        self._failed_last_step = False
-        self._newest_step = 0
-        self._follows_failure_until = 0
+        self._failures = StepFailures()
         self._ended_step = 0
         self._ended_step_s = 0.0
 
@@ -129,7 +127,7 @@ class EngineCoreServer:
             core = await self._start()
             async with trio.open_nursery() as nursery:
                 self._operations = Operations(core, report)
-                self._utilities = Utilities(self._operations, self._executor, nursery, self._wake)
+                self._utilities = Utilities(core, self._operations, self._executor, nursery, self._wake)
                 nursery.start_soon(self._send_task)
                 with telling(f"engine {self._engine_index}", lambda: self._describe(core)):
                     await self._watched(core)
@@ -192,7 +190,7 @@ class EngineCoreServer:
     def _give_up(self) -> None:
         """Show what hangs, and do not wait for it any more."""
         write_report()
-        faulthandler.dump_traceback(all_threads=True)
+        write_stacks()
         self._executor.abandon()
 
     async def _step_task(self, core: EngineCore) -> None:
@@ -201,11 +199,11 @@ class EngineCoreServer:
         while True:
             self._watchdog.expect(True)
             self._take_inputs(core)
-            self._utilities.settle(core)
+            self._utilities.settle()
             while len(in_flight) < depth and (plan := core.plan(trio.current_time())) is not None:
                 in_flight.append(_InFlight(plan, self._executor.execute(plan), trio.current_time()))
                 in_flight[-1].execution.sample(core.grammar_masks(plan))
-                self._newest_step = plan.step
+                self._failures.launched(plan)
                 self._take_inputs(core)
             self._tell(core, is_quiet=not in_flight)
             self._watchdog.expect(bool(in_flight) or (core.has_work and core.waits_for is None))
@@ -233,9 +231,9 @@ class EngineCoreServer:
             logger.error("the executor was lost in %s", describe_plan(step.plan, len(self._in_flight)))
             raise
         except Exception as error:  # the step's door
-            self._fail(core, step.plan, error)
+            self._failures.failed(core, step.plan, error, len(self._in_flight))
         else:
-            self._failed_last_step &= not step.plan.requests
+            self._failures.succeeded(step.plan)
             self._take_inputs(core)
             ended_s = trio.current_time()
             core.commit(step.plan, output, ended_s)
@@ -248,23 +246,6 @@ class EngineCoreServer:
         self._ended_step, self._ended_step_s = step.plan.step, trio.current_time()
         self._watchdog.step_ended()
         self._tell(core, step.plan.step)
-
-    def _fail(self, core: EngineCore, plan: SchedulerOutput, error: Exception) -> None:
-        """End the requests of a failed step; the second in a row ends the engine.
-
-        A plan that was in flight behind a failed one rests on what that one did not compute: it failing too says
-        nothing, and costs nobody.
-        """
-        if plan.step <= self._follows_failure_until:
-            core.fail(plan, Cause.of(error), [])
-            return
-        logger.error("a step failed, %s", describe_plan(plan, len(self._in_flight)), exc_info=error)
-        if self._failed_last_step:
-            raise error
-        self._failed_last_step = True
-        self._follows_failure_until = self._newest_step
-        newest = [plan.requests[-1].request_id] if isinstance(error, MemoryError) and plan.requests else None
-        core.fail(plan, Cause.of(error), newest)
 
     # -- messages ------------------------------------------------------------------------------------------------
 

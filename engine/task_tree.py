@@ -13,7 +13,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import PurePath
 from types import FrameType
 from typing import Any
@@ -58,6 +58,12 @@ def write_report() -> None:
     """Write `report` to standard error."""
     sys.stderr.write(f"{report()}\n")
     sys.stderr.flush()
+
+
+def write_stacks() -> None:
+    """Write the Python stack of every thread to standard error, if that has a descriptor."""
+    with suppress(OSError, RuntimeError):
+        faulthandler.dump_traceback(all_threads=True)
 
 
 async def answer_signals(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

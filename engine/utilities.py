@@ -33,9 +33,15 @@ class Utilities:
     """The calls that one engine has taken."""
 
     def __init__(
-        self, operations: Operations, executor: Executor, nursery: trio.Nursery, wake: Callable[[], None]
+        self,
+        core: EngineCore,
+        operations: Operations,
+        executor: Executor,
+        nursery: trio.Nursery,
+        wake: Callable[[], None],
     ) -> None:
         """Ask `executor` in tasks of `nursery`; `wake` is called when `settle` has something to do."""
+        self._core = core
         self._operations = operations
         self._executor = executor
         self._nursery = nursery
@@ -68,16 +74,16 @@ class Utilities:
             return
         self._advance(_Running(call.call_id, operation), partial(next, operation))
 
-    def settle(self, core: EngineCore) -> None:
+    def settle(self) -> None:
         """Go on with the calls whose wait has ended."""
         while self._ended:
             running, resume = self._ended.popleft()
             self._on_runner.discard(running)
             self._advance(running, resume)
-        if core.is_paused or core.pause_mode is None:
+        if self._core.is_paused or self._core.pause_mode is None:
             pausing, self._pausing = self._pausing, []
             for running in pausing:
-                if core.is_paused:
+                if self._core.is_paused:
                     self._advance(running, partial(next, running.operation))
                 else:
                     self._fail(running.call_id, _RESUMED)
@@ -105,6 +111,8 @@ class Utilities:
             if isinstance(wait, OnRunner):
                 self._on_runner.add(running)
                 self._nursery.start_soon(self._ask_runner, running, wait.verb)
+            elif self._core.is_paused:  # at once, lest a verb that came with this one undoes the pause
+                self._advance(running, partial(next, running.operation))
             else:
                 self._pausing.append(running)
 
