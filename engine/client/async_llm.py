@@ -185,9 +185,9 @@ class AsyncLLM(AsyncVerbs):
         async with self.generate(messages, params, request_id=request_id) as stream:
             return await stream.collect()
 
-    def abort(self, request_id: str) -> int:
-        """End every request with this label; its reader gets a last output with reason abort. Returns how many."""
-        states = {id(state): state for state, _ in self._slots.values() if state.request_id == request_id}
+    def abort(self, *request_ids: str) -> int:
+        """End every request with one of these labels; its reader gets a last output, reason abort. Returns how many."""
+        states = {id(state): state for state, _ in self._slots.values() if state.request_id in request_ids}
         for state in states.values():
             self._abort_state(state, AbortReason.CLIENT, told=True)
         return len(states)
