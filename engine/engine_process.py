@@ -18,7 +18,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import TypeVar
@@ -32,7 +32,8 @@ from engine.executor.runners import make_runner
 from engine.handshake import FOLDER_PREFIX, TERM_GRACE_S, check_hello, death_of, engine_argv, engine_name, identity_of
 from engine.protocol import ClientMessage, Configure, EngineHello, EngineMessage, EngineReady
 from engine.server import EngineCoreServer
-from engine.task_tree import answer_signals
+from engine.task_tree import answer_signals, telling
+from engine.watchdog import own_alarm
 from transport.channel import ReceiveChannel, RouterReceiveChannel, SendChannel
 from transport.codec import DecodeError
 from transport.folder import open_folder
@@ -61,6 +62,7 @@ class ProcessConnection:
         """Join the sockets to `child`; all belong to whoever opened them."""
         self._child = child
         self._engine_index = engine_index
+        self._router = router
         self._hellos = RouterReceiveChannel[EngineHello](router, EngineHello, on_bad_message=_report_bad_message)
         self._sender = SendChannel[ClientMessage](router, to=identity_of(engine_index))
         self._receiver = ReceiveChannel[EngineMessage](pull, EngineMessage, on_bad_message=_report_bad_message)
@@ -100,6 +102,11 @@ class ProcessConnection:
         self._death = death_of(self._engine_index, status, self._child.stderr_tail)
         self._waiting.cancel()
 
+    def describe(self) -> Iterator[str]:
+        """Yield whether the process lives, and what its socket has to write."""
+        yield "alive" if self._death is None else f"dead: {self._death}"
+        yield from _describe_sockets({"requests": self._router})
+
     async def _unless_dead(self, wait: Callable[[], Awaitable[T]]) -> T:
         """Race `wait` against the process's end. For one task at a time."""
         if self._death is None:
@@ -129,7 +136,14 @@ async def connect_process(config: EngineConfig, engine_index: int = 0) -> AsyncI
                     services.start_soon(connection.watch)
                     await connection.greet(config)
                     shutil.rmtree(folder)  # both ends are connected: from here on no kill can leave it behind
-                    yield connection
+                    with telling(f"{name}, process {child.pid}", connection.describe):
+                        yield connection
+
+
+def _describe_sockets(sockets: Mapping[str, ZmqSocket]) -> Iterator[str]:
+    """Yield how much each socket still has to write of what it was given without a copy."""
+    for name, socket in sockets.items():
+        yield f"{name}: {socket.num_pending} messages pending, {socket.pending_bytes} bytes"
 
 
 def _report_bad_message(error: DecodeError) -> None:
@@ -173,11 +187,13 @@ async def _run(engine_index: int, request_address: str, output_address: str) -> 
 
             executor = InlineExecutor(partial(make_runner, config))
             receive = partial(receiver.receive_many, MAX_RECEIVED)
-            server = EngineCoreServer(config, executor, receive, send, engine_index=engine_index)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(answer_signals)
-                cause = await server.run()
-                nursery.cancel_scope.cancel()
+            alarm = own_alarm()
+            server = EngineCoreServer(config, executor, receive, send, engine_index=engine_index, alarm=alarm)
+            with telling("sockets", partial(_describe_sockets, {"requests": dealer, "outputs": push})):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(answer_signals)
+                    cause = await server.run()
+                    nursery.cancel_scope.cancel()
             return 0 if cause is None else 1
 
 

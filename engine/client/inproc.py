@@ -16,17 +16,16 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import Cause, EngineDeadError, UtilityError, UtilityTimeout
 from engine.executor.base import Runner
+from engine.executor.runner_verbs import call_runner
+from engine.operations import OnRunner, Operations
 from engine.outputs import ModelRunnerOutput, RequestId, SchedulerOutput
 from engine.protocol import (
     AbortReason,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineReady,
-    Pause,
-    ResetPrefixCache,
-    Resume,
-    Verb,
 )
+from engine.verbs import Verb, plain_value, read_verb, value_of
 
 
 class InprocClient(SynchronousClient):
@@ -41,6 +40,7 @@ class InprocClient(SynchronousClient):
         super().__init__(config, ready)
         self.core = core
         self.runner = runner
+        self._operations = Operations(core)
         self._plan: SchedulerOutput | None = None
 
     @property
@@ -65,25 +65,14 @@ class InprocClient(SynchronousClient):
         """Run `verb` now; a pause takes the steps it waits for, and their outputs are kept for `get_output`."""
         if self.death is not None:
             raise self.death
-        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        timeout_s = verb.timeout_s if timeout_s is None else timeout_s
         try:
-            match verb:
-                case ResetPrefixCache(reset_running):
-                    with InterruptsHeld():
-                        self._undo()
-                        return self.core.reset_prefix_cache(reset_running)
-                case Pause(mode):
-                    with InterruptsHeld():
-                        self._undo()
-                        self.core.pause(mode)
-                    while not self.core.is_paused:
-                        if deadline_s is not None and time.monotonic() >= deadline_s:
-                            raise UtilityTimeout("Pause", timeout_s or 0)
-                        self._advance()
-                case Resume():
-                    self.core.resume()
-        except ValueError as error:
+            value = plain_value(self._run_verb(verb, time.monotonic() + timeout_s))
+        except TimeoutError:
+            raise UtilityTimeout(type(verb).__name__, timeout_s) from None
+        except Exception as error:  # the verb's door: a call that fails, fails alone
             raise UtilityError(type(verb).__name__, Cause.of(error)) from error
+        return value_of(verb, value, None)
 
     def shutdown(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """See `SynchronousClient.shutdown`; there is nothing to wait for."""
@@ -101,12 +90,35 @@ class InprocClient(SynchronousClient):
         with InterruptsHeld():
             self._undo()
             plan = self._plan = self.core.plan(time.monotonic())
+        launched_s = time.monotonic()
         output = None if plan is None else self._run(plan)
         with InterruptsHeld():
             if plan is not None and output is not None:
+                ended_s = time.monotonic()
                 self._plan = None
-                self.core.commit(plan, output, time.monotonic())
+                if self._operations.trace is not None:
+                    self._operations.trace.add(plan, output, launched_s, ended_s)
+                self.core.commit(plan, output, ended_s)
             self._collect(0 if plan is None else plan.step)
+
+    def _run_verb(self, verb: Verb, deadline_s: float) -> Any:
+        """Do what `verb` waits for until it returns its answer; raises TimeoutError where steps take too long."""
+        operation, answer = self._operations.run(read_verb(verb)), None
+        while True:
+            with InterruptsHeld():
+                self._undo()
+                try:
+                    wait = operation.send(answer)
+                except StopIteration as end:
+                    return end.value
+            if isinstance(wait, OnRunner):
+                answer = call_runner(self.runner, wait.verb)
+                continue
+            answer = None
+            while not self.core.is_paused:
+                if time.monotonic() >= deadline_s:
+                    raise TimeoutError
+                self._advance()
 
     def _run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         """Run both halves of a step; one that fails ends its requests."""

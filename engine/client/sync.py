@@ -16,7 +16,7 @@ from engine.client.blocking_connection import BlockingConnection
 from engine.client.interrupts import InterruptsHeld
 from engine.client.synchronous import STOP_TIMEOUT_S, SynchronousClient
 from engine.config import EngineConfig
-from engine.errors import Cause, EngineDeadError, UtilityError, UtilityTimeout, startup_error
+from engine.errors import Cause, EngineDeadError, UtilityTimeout, startup_error
 from engine.executor.base import Progress
 from engine.handshake import TERM_GRACE_S
 from engine.outputs import RequestId
@@ -34,8 +34,8 @@ from engine.protocol import (
     StartProgress,
     UtilityCall,
     UtilityResult,
-    Verb,
 )
+from engine.verbs import Verb, value_of
 
 
 class SyncMPClient(SynchronousClient):
@@ -85,7 +85,8 @@ class SyncMPClient(SynchronousClient):
         """See `SynchronousClient.call`; outputs that come meanwhile are kept for `get_output`."""
         if self.death is not None:
             raise self.death
-        deadline_s = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        timeout_s = verb.timeout_s if timeout_s is None else timeout_s
+        deadline_s = time.monotonic() + timeout_s
         self._num_calls += 1
         call_id = self._num_calls
         self._answers[call_id] = None
@@ -96,12 +97,10 @@ class SyncMPClient(SynchronousClient):
                 if self.death is not None:
                     raise self.death
                 if not self._receive(deadline_s):
-                    raise UtilityTimeout(type(verb).__name__, timeout_s or 0)
+                    raise UtilityTimeout(type(verb).__name__, timeout_s)
         finally:
             self._answers.pop(call_id, None)
-        if result.failure is not None:
-            raise UtilityError(type(verb).__name__, result.failure)
-        return result.value
+        return value_of(verb, result.value, result.failure)
 
     def shutdown(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
         """See `SynchronousClient.shutdown`; interrupted, it kills the engine."""

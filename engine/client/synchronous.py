@@ -84,7 +84,7 @@ class SynchronousClient(EngineCoreClient):
 
     @abstractmethod
     def call(self, verb: Verb, timeout_s: float | None = None) -> Any:
-        """Ask for a verb and wait for its answer, at most `timeout_s`.
+        """Ask for a verb and wait for its answer, at most `timeout_s` or what the verb says.
 
         Raises:
             UtilityError: The verb failed, alone.

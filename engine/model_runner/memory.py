@@ -14,6 +14,15 @@ def available_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys
     return machine if group is None else min(machine, group)
 
 
+def held_memory_bytes(proc: Path = Path("/proc")) -> int:
+    """Return the resident memory of this process; 0 where the system does not tell."""
+    try:
+        num_pages = int((proc / "self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return num_pages * os.sysconf("SC_PAGE_SIZE")
+
+
 def _of_machine(proc: Path) -> int:
     try:
         for line in (proc / "meminfo").read_text().splitlines():
