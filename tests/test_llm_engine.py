@@ -7,7 +7,7 @@ import random
 import signal
 import uuid
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from engine.executor.null import NullModelRunner
 from engine.outputs import FinishReason
 from engine.sampling_params import OutputKind, SamplingParams
 from engine.testing import expected_tokens
+from tests.interrupts import InterruptAt, alarm, interrupt_after
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 LONG = SamplingParams(temperature=0, max_tokens=4000)
@@ -170,7 +171,6 @@ def test_the_prefix_cache_can_be_reset(llm_engine: engine.LLMEngine) -> None:
 
 def test_interrupts_at_drawn_instants_lose_no_output_and_double_none(llm_engine: engine.LLMEngine) -> None:
     draw = random.Random(2)
-    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
     params = SamplingParams(temperature=0, max_tokens=40, output_kind=OutputKind.DELTA)
     outputs: list[engine.RequestOutput] = []
     num_interrupts = 0
@@ -180,7 +180,7 @@ def test_interrupts_at_drawn_instants_lose_no_output_and_double_none(llm_engine:
             news = llm_engine.step()
             outputs.extend(news)
 
-    try:
+    with alarm(lambda: signal.raise_signal(signal.SIGINT)):
         for i in range(12):
             llm_engine.add_request(f"r{i}", [i] * (i + 1), params)
         is_done = False
@@ -192,15 +192,44 @@ def test_interrupts_at_drawn_instants_lose_no_output_and_double_none(llm_engine:
                 is_done = True
             except KeyboardInterrupt:
                 num_interrupts += 1
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
     assert num_interrupts > 5
     for i in range(12):
         told = [output for output in outputs if output.request_id == f"r{i}"]
         tokens = [token for output in told for token in output.outputs[0].token_ids]
         assert tokens == expected_tokens([i] * (i + 1), params, 40)
         assert [output.finished for output in told].count(True) == 1
+
+
+@pytest.mark.slow
+def test_an_interrupt_wherever_python_could_raise_one_in_a_step_loses_no_output_and_doubles_none() -> None:
+    llm_engine = engine.LLMEngine("null", log_level="error")
+    params = SamplingParams(temperature=0, max_tokens=1, output_kind=OutputKind.DELTA)
+    for number in count(1):
+        injection, label, prompt = InterruptAt(number), f"r{number}", [65, number % 256]
+        outputs: list[engine.RequestOutput] = []
+
+        def read(outputs: list[engine.RequestOutput] = outputs) -> None:
+            while llm_engine.has_unfinished_requests():
+                news = llm_engine.step()
+                outputs.extend(news)
+
+        try:
+            with injection:
+                llm_engine.add_request(label, prompt, params)
+                read()
+        except KeyboardInterrupt:
+            if not llm_engine.has_unfinished_requests() and not outputs:
+                continue  # it was not even added
+        read()
+        llm_engine.client.core.check_invariants()
+        assert llm_engine.stats().num_used_blocks == 0
+        tokens = [token for output in outputs for token in output.outputs[0].token_ids]
+        assert tokens == expected_tokens(prompt, params, 1)
+        assert [output.finished for output in outputs].count(True) == 1
+        if injection.left > 0:
+            break
+        assert number < 5000
+    assert number > 200, "there are more such points than that"
 
 
 def test_an_interrupted_forward_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,15 +283,10 @@ def test_llm_in_a_process_gives_what_llm_in_this_thread_gives() -> None:
 
 
 def test_an_interrupted_generate_leaves_no_request_in_the_process_either() -> None:
-    before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGINT))
-    try:
-        with engine.LLM("null", isolation="process", log_level="error", null_step_ms=1) as llm:
-            signal.setitimer(signal.ITIMER_REAL, 0.05)
-            with pytest.raises(KeyboardInterrupt):
-                llm.generate([[65] * 10, [66] * 10], LONG, use_tqdm=False)
-            assert llm.client.num_live == 0
-            assert llm.stats().num_used_blocks == 0
-            (output,) = llm.generate([[67]], GREEDY, use_tqdm=False)
-            assert output.outputs[0].token_ids == expected_tokens([67], GREEDY, 12)
-    finally:
-        signal.signal(signal.SIGALRM, before)
+    with engine.LLM("null", isolation="process", log_level="error", null_step_ms=1) as llm:
+        with interrupt_after(0.05), pytest.raises(KeyboardInterrupt):
+            llm.generate([[65] * 10, [66] * 10], LONG, use_tqdm=False)
+        assert llm.client.num_live == 0
+        assert llm.stats().num_used_blocks == 0
+        (output,) = llm.generate([[67]], GREEDY, use_tqdm=False)
+        assert output.outputs[0].token_ids == expected_tokens([67], GREEDY, 12)

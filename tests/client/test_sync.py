@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dis
-import functools
 import itertools
 import os
 import random
@@ -15,9 +13,7 @@ import tempfile
 import textwrap
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType, FrameType
 from typing import Any
 
 import pytest
@@ -31,6 +27,7 @@ from engine.outputs import FinishReason, RequestId
 from engine.protocol import AbortReason, EngineCoreOutputs, EngineCoreRequest, Pause, PauseMode, ResetPrefixCache
 from engine.sampling_params import SamplingParams
 from engine.testing import expected_tokens
+from tests.interrupts import InterruptAt, alarm, interrupt_after, kill_after
 
 ROOT = Path(__file__).parent.parent.parent
 GREEDY = SamplingParams(temperature=0, max_tokens=24)
@@ -331,30 +328,6 @@ def test_what_the_engine_logs_is_passed_on_and_given_back(capfd: pytest.CaptureF
 # -- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def alarm(act: Callable[[], None]) -> Iterator[None]:
-    before = signal.signal(signal.SIGALRM, lambda *_: act())
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-@contextmanager
-def interrupt_after(delay_s: float) -> Iterator[None]:
-    with alarm(lambda: signal.raise_signal(signal.SIGINT)):
-        signal.setitimer(signal.ITIMER_REAL, delay_s)
-        yield
-
-
-@contextmanager
-def kill_after(delay_s: float, pid: int) -> Iterator[None]:
-    with alarm(lambda: os.kill(pid, signal.SIGKILL)):
-        signal.setitimer(signal.ITIMER_REAL, delay_s)
-        yield
-
-
 @pytest.mark.slow
 def test_interrupts_at_drawn_instants_lose_no_token_and_double_none() -> None:
     draw = random.Random(5)
@@ -377,48 +350,6 @@ def test_interrupts_at_drawn_instants_lose_no_token_and_double_none() -> None:
             for each in asked:
                 assert tokens_of(messages, each.request_id) == expected_tokens(each.prompt_token_ids, GREEDY, 24)
     assert num_interrupts > 200
-
-
-_CHECKING = {"RESUME", "JUMP_BACKWARD", "CALL", "CALL_KW", "CALL_FUNCTION_EX", "CALL_INTRINSIC_1"}
-"""After these the interpreter runs signal handlers."""
-_OURS = {f"{name}.py" for name in ("sync", "synchronous", "blocking_connection", "interrupts", "inproc", "client")}
-_OURS |= {"nonblocking_socket.py", "child_output.py"}
-
-
-@functools.cache
-def opcodes_of(code: CodeType) -> dict[int, str]:
-    return {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}
-
-
-class InterruptAt:
-    """Raises SIGINT where the interpreter would run its handler for the n-th time in the client's own code."""
-
-    def __init__(self, number: int) -> None:
-        self.left = number
-        self._last: dict[FrameType, str] = {}
-
-    def __enter__(self) -> InterruptAt:
-        sys.settrace(self._enter)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        sys.settrace(None)
-
-    def _enter(self, frame: FrameType, event: str, argument: object) -> Any:
-        if Path(frame.f_code.co_filename).name not in _OURS or "engine/testing" in frame.f_code.co_filename:
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return self._trace
-
-    def _trace(self, frame: FrameType, event: str, argument: object) -> Any:
-        if event != "opcode":
-            return self._trace
-        last, self._last[frame] = self._last.get(frame, "RESUME"), opcodes_of(frame.f_code)[frame.f_lasti]
-        if last in _CHECKING:
-            self.left -= 1
-            if self.left == 0:
-                signal.raise_signal(signal.SIGINT)
-        return self._trace
 
 
 def outcome_with_interrupt_at(number: int, client: Any) -> bool:
