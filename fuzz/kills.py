@@ -3,10 +3,10 @@
     python -m fuzz kills --minutes 2 --seed 7
 
 Each round serves the integer model, opens some streams, and sends SIGKILL to the front, the engine, the reaper or two
-of these at drawn moments; every other round does so while it starts. What is checked:
+of these at drawn moments: while it starts, while front and engine connect, or while it serves. What is checked:
 
     the front was killed     its processes and sockets are gone; its files too, at the next start if the reaper,
-                             which removes them at once, was killed as well or not yet started
+                             which removes them at once, ended before or was not yet started
     only others, the engine  the front ends by itself, with exit code 1, and its streams end
     only the reaper          the front serves on, and stops with exit code 0
 """
@@ -32,6 +32,8 @@ GONE_S = 2.0
 """How soon after the kill every other process must have ended."""
 ENDS_S = 10.0
 """How soon after the engine's death, or a SIGTERM, the front must have ended."""
+LATEST_S = {"starts": 2.0, "connects": 0.4, "serves": 0.2}
+"""When in each phase the first is killed, at the latest."""
 VICTIMS = [
     ("front",),
     ("front",),
@@ -78,7 +80,8 @@ def _listening(pids: list[int]) -> set[str]:
 
 async def _round(draw: random.Random, folder: str, counts: Counter[str]) -> None:
     shared = set(os.listdir("/dev/shm"))
-    starts = draw.random() < 0.5
+    phase = draw.choice(["starts", "connects", "serves"])
+    starts = phase != "serves"
     async with (
         serving("--null-step-ms", "2", wait_until_ready=not starts) as target,
         contextlib.AsyncExitStack() as streams,
@@ -88,7 +91,9 @@ async def _round(draw: random.Random, folder: str, counts: Counter[str]) -> None
             connections.append(await streams.enter_async_context(await target.connect()))
             request = post({"prompt": "x", "max_tokens": 8000, "stream": True, "ignore_eos": True})
             await connections[-1].send_all(request)
-        await trio.sleep(draw.random() * (2.0 if starts else 0.2))
+        if phase == "connects":
+            await _wait_for_sockets(folder)
+        await trio.sleep(draw.random() * LATEST_S[phase])
         processes = _processes(folder)
         paths = _listening(list(processes))
         assert starts or sorted(processes.values()) == ["engine", "front", "reaper"], processes
@@ -99,8 +104,10 @@ async def _round(draw: random.Random, folder: str, counts: Counter[str]) -> None
             await _front_ends(target, engine_died="engine" in victims, starts=starts, streams=connections)
         await target.process.wait()
         await _wait_gone(folder)
-    reaper_lives = "front" not in victims or ("reaper" in processes.values() and "reaper" not in victims)
-    counts["folders removed by the next start"] += _check_files(folder, paths, shared, none_left=reaper_lives)
+    # A front that knew of its engine's death may have been killed between the reaper's end and the removal.
+    reaper_ran = victims[:1] == ["front"] and "reaper" in processes.values() and "reaper" not in victims
+    removed = _check_files(folder, paths, shared, none_left=reaper_ran or "front" not in victims)
+    counts["folders removed by the next start"] += removed
 
 
 def _check_files(folder: str, paths: set[str], shared: set[str], *, none_left: bool) -> int:
@@ -140,6 +147,12 @@ async def _front_ends(target: Target, *, engine_died: bool, starts: bool, stream
         code = await target.process.wait()
     wanted = 1 if engine_died else 0
     assert code == wanted or (starts and code == -signal.SIGTERM), f"the front ended with {code} in place of {wanted}"
+
+
+async def _wait_for_sockets(folder: str) -> None:
+    with trio.fail_after(60):
+        while not await trio.to_thread.run_sync(os.listdir, folder):  # noqa: ASYNC110 - another process makes it
+            await trio.sleep(0.002)
 
 
 async def _wait_gone(folder: str) -> None:

@@ -21,7 +21,7 @@ from engine.bench.report import Report, Table
 from transport.channel import ReceiveChannel, SendChannel
 from transport.codec import DecodeError
 from transport.folder import open_folder
-from transport.process import Child, child_guard, describe_exit, open_child
+from transport.process import Child, describe_exit, open_child
 from transport.zmq_socket import SocketKind, ZmqSocket, open_context
 
 MAX_RECEIVED = 256
@@ -32,7 +32,10 @@ MAX_BYTES = 1 << 28
 """Of one case: what is sent and not received lies in memory."""
 
 _ROOT = str(Path(engine.__file__).parent.parent)
-_MAIN = f"import sys; sys.path.insert(0, {_ROOT!r}); from engine.bench.transport import main; main()"
+_MAIN = (
+    f"import sys; sys.path.insert(0, {_ROOT!r}); from transport.process import child_guard; child_guard(); "
+    "from engine.bench.transport import main; main()"
+)
 
 
 class Order(msgspec.Struct, array_like=True, tag=True):
@@ -111,7 +114,6 @@ async def _fail_with(child: Child) -> None:
 
 def main() -> None:
     """Be the sender: the argument is the address of the receiver."""
-    child_guard()
     trio.run(_send, sys.argv[1])
 
 

@@ -7,6 +7,7 @@ import tempfile
 
 import pytest
 
+from engine.engine_process import FOLDER_PREFIX
 from fuzz.kills import _check_files, _processes, run
 
 
@@ -29,7 +30,7 @@ def test_processes_are_told_by_their_folder_and_their_role(tmp_path):
 def test_what_is_left_is_found(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     shared = set(os.listdir("/dev/shm"))
-    (tmp_path / "metronome-x").mkdir()
+    (tmp_path / f"{FOLDER_PREFIX}x").mkdir()
     with pytest.raises(AssertionError, match="files are left"):
         _check_files(str(tmp_path), set(), shared, none_left=True)
     assert _check_files(str(tmp_path), set(), shared, none_left=False) == 1
