@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from engine.client.async_llm import AsyncLLM, Stream
     from engine.client.output_processor import CompletionOutput, RequestOutput
     from engine.config import EngineConfig
-    from engine.errors import EngineDeadError, MetronomeError
+    from engine.errors import EngineDeadError, MetronomeError, UtilityError, UtilityTimeout
     from engine.launch import open_engine
     from engine.llm import LLM
     from engine.llm_engine import LLMEngine
@@ -32,6 +32,8 @@ _HOME = {
     "RequestOutput": "engine.client.output_processor",
     "SamplingParams": "engine.sampling_params",
     "Stream": "engine.client.async_llm",
+    "UtilityError": "engine.errors",
+    "UtilityTimeout": "engine.errors",
     "open_engine": "engine.launch",
 }
 
@@ -47,6 +49,8 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Stream",
+    "UtilityError",
+    "UtilityTimeout",
     "open_engine",
 ]
 

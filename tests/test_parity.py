@@ -11,6 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 _MISSING = {11, 30, 36, 43, 46, 51, 55, 58, 66}
+_CLIENTS = {72, 74, 75, 76, 77, 78, 80, 81, 82, 83, 85, 86, 87}
 ROWS = {
     "T": set(range(1, 72)) - _MISSING
     | {72, 74, 75, 76, 77, 78, 80, 81, 82, 83, 85, 86, 87}

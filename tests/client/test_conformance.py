@@ -12,8 +12,9 @@ import signal
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
+import msgspec
 import pytest
 import trio
 
@@ -21,22 +22,33 @@ from engine.client.asynchronous import AsyncMPClient
 from engine.client.client import EngineCoreClient
 from engine.client.synchronous import SynchronousClient
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError, QueueFull
+from engine.errors import EngineDeadError, QueueFull, UtilityError
 from engine.executor.null import NullModelRunner
 from engine.launch import make_client
+from engine.metrics import SchedulerStats
 from engine.outputs import FinishReason, RequestId
 from engine.protocol import (
     AbortReason,
     EngineCoreOutputs,
     EngineCoreRequest,
+)
+from engine.sampling_params import SamplingParams
+from engine.testing import expected_tokens
+from engine.verbs import (
+    CollectiveRpc,
+    DumpTasks,
+    GetStats,
+    IsPaused,
+    IsSleeping,
+    ListLoras,
     Pause,
     PauseMode,
     ResetPrefixCache,
     Resume,
+    Sleep,
     Verb,
+    WakeUp,
 )
-from engine.sampling_params import SamplingParams
-from engine.testing import expected_tokens
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 LONG = SamplingParams(temperature=0, max_tokens=4000)
@@ -508,6 +520,55 @@ async def test_the_prefix_cache_is_hit_until_it_is_reset_and_not_reset_while_in_
         assert await face.call(ResetPrefixCache()) is False
         face.client.abort_requests([held.request_id], AbortReason.CLIENT)
         await log.until_ended(held)
+
+
+class NoVerb(msgspec.Struct, array_like=True, tag=True):
+    timeout_s: ClassVar[float] = 10.0
+
+
+@pytest.mark.parametrize(
+    ("verb", "failure"),
+    [
+        (NoVerb(), "Call to NoVerb failed: ValueError: there is no verb"),
+        (Pause("sideways"), "Call to Pause failed: ValueError: wrong argument"),
+        (ListLoras(), "Call to ListLoras failed: NotEnabled"),
+        (CollectiveRpc("exec"), "Call to CollectiveRpc failed: ValueError: a runner has no method 'exec'"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+async def test_a_verb_that_fails_fails_alone(open_face: Open, verb: Any, failure: str) -> None:
+    async with open_face(null_step_ms=1) as face:
+        log = Log(face)
+        beside = request([1])
+        face.client.add_request(beside)
+        with pytest.raises(UtilityError, match=failure):
+            await face.call(verb)
+        assert await face.call(IsPaused()) is False
+        assert await log.until_ended(beside) == [FinishReason.LENGTH]
+        await assert_idle_and_well(face, log)
+
+
+async def test_answers_come_in_their_own_types(open_face: Open) -> None:
+    async with open_face() as face:
+        assert isinstance(await face.call(GetStats()), SchedulerStats)
+        assert isinstance(await face.call(DumpTasks()), str)
+        (pong,) = await face.call(CollectiveRpc("ping"))
+        assert "NullModelRunner" in pong
+
+
+async def test_asleep_newcomers_wait_for_the_wake_up_and_get_their_tokens(open_face: Open) -> None:
+    async with open_face(null_step_ms=1) as face:
+        log = Log(face)
+        frozen, late = request([1] * 20), request([2])
+        face.client.add_request(frozen)
+        await log.until_tokens(frozen, 2)
+        await face.call(Sleep(1, PauseMode.KEEP))
+        assert await face.call(IsSleeping()) is True
+        face.client.add_request(late)
+        await face.call(WakeUp())
+        assert await log.until_ended(frozen, late) == [FinishReason.LENGTH] * 2
+        assert all(map(log.has_right_tokens, (frozen, late)))
+        await assert_idle_and_well(face, log)
 
 
 async def test_the_statistics_follow_the_scheduler(open_face: Open) -> None:
