@@ -36,7 +36,7 @@ from engine.server import EngineCoreServer
 from engine.task_tree import answer_signals
 from transport.channel import ReceiveChannel, RouterReceiveChannel, SendChannel
 from transport.codec import DecodeError
-from transport.process import Child, child_guard, open_child
+from transport.process import Child, open_child
 from transport.services import open_services
 from transport.zmq_socket import SocketKind, ZmqSocket, open_context
 
@@ -141,7 +141,6 @@ def _report_bad_message(error: DecodeError) -> None:
 
 def main() -> None:
     """Be an engine process: arguments are the rank and the addresses of the front's two sockets."""
-    child_guard()
     # The terminal's or the service manager's signals go to all processes; the front alone decides the order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     engine_index, request_address, output_address = sys.argv[1:]

@@ -24,7 +24,11 @@ TERM_GRACE_S = 2.0
 
 _ROOT = str(Path(engine.__file__).parent.parent)
 # -P and the explicit path: the child imports this very engine, whatever folder it is started in.
-_MAIN = f"import sys; sys.path.insert(0, {_ROOT!r}); from engine.engine_process import main; main()"
+# The guard stands before the engine's imports, in which its parent may die too.
+_MAIN = (
+    f"import sys; sys.path.insert(0, {_ROOT!r}); from transport.spawn import child_guard; child_guard(); "
+    "from engine.engine_process import main; main()"
+)
 
 
 def engine_name(engine_index: int) -> str:
