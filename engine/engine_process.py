@@ -18,7 +18,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -30,12 +29,13 @@ from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.executor.inline import InlineExecutor
 from engine.executor.runners import make_runner
-from engine.handshake import TERM_GRACE_S, check_hello, death_of, engine_argv, engine_name, identity_of
+from engine.handshake import FOLDER_PREFIX, TERM_GRACE_S, check_hello, death_of, engine_argv, engine_name, identity_of
 from engine.protocol import ClientMessage, Configure, EngineHello, EngineMessage, EngineReady
 from engine.server import EngineCoreServer
 from engine.task_tree import answer_signals
 from transport.channel import ReceiveChannel, RouterReceiveChannel, SendChannel
 from transport.codec import DecodeError
+from transport.folder import open_folder
 from transport.process import Child, open_child
 from transport.services import open_services
 from transport.zmq_socket import SocketKind, ZmqSocket, open_context
@@ -116,7 +116,7 @@ async def connect_process(config: EngineConfig, engine_index: int = 0) -> AsyncI
     Raises:
         EngineDeadError: The process ended before it said hello.
     """
-    with tempfile.TemporaryDirectory(prefix="metronome-", ignore_cleanup_errors=True) as folder:
+    with open_folder(FOLDER_PREFIX) as folder:
         async with open_context() as context:
             router = ZmqSocket(context, SocketKind.ROUTER)
             pull = ZmqSocket(context, SocketKind.PULL)

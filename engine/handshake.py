@@ -21,6 +21,8 @@ from transport.spawn import describe_exit
 
 TERM_GRACE_S = 2.0
 """How long an engine process may take to exit after its last word, before it is killed."""
+FOLDER_PREFIX = "metronome-sockets-"
+"""Of the folders for sockets, in the folder for temporary files; after a kill the next start removes what is left."""
 
 _ROOT = str(Path(engine.__file__).parent.parent)
 # -P and the explicit path: the child imports this very engine, whatever folder it is started in.
