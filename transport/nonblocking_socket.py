@@ -39,7 +39,10 @@ class UnknownPeerError(Exception):
 
 
 class NonblockingSocket:
-    """A ZeroMQ socket; messages are lists of frames. For one thread."""
+    """A ZeroMQ socket; messages are lists of frames. For one thread.
+
+    A KeyboardInterrupt between two frames would tear their message: keep it away while a call runs.
+    """
 
     def __init__(
         self, context: Context, kind: SocketKind, *, identity: bytes | None = None, curve: Curve | None = None
@@ -123,8 +126,8 @@ class NonblockingSocket:
     def give(self, frames: Sequence[Frame], buffer: bytearray | None = None) -> bool:
         """Hand `frames` to libzmq as one message; False where it has no peer for it, as before the first connects.
 
-        Large frames are not copied: leave them unchanged. `buffer`, which the first frame or the one after the address
-        may be, is used again for a later message once this one is written.
+        Large frames are not copied: leave them unchanged. `buffer`, from `take_buffer` and one of the frames, is used
+        for a later message once this one is written; where this returns False or raises, it is still the caller's.
 
         Raises:
             UnknownPeerError: A ROUTER does not know the peer named by the first frame.
