@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import math
 import os
 from pathlib import Path
@@ -21,6 +23,14 @@ def held_memory_bytes(proc: Path = Path("/proc")) -> int:
     except (OSError, ValueError, IndexError):
         return 0
     return num_pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def give_back_memory() -> None:
+    """Return to the system what was let go: the C library keeps it for itself otherwise, where it can be told."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's own
+    if trim is not None:
+        trim(0)
 
 
 def _of_machine(proc: Path) -> int:

@@ -24,7 +24,7 @@ from engine.config import EngineConfig
 from engine.errors import Cause
 from engine.kv_cache.spec import NULL_BLOCK, KVCacheSpec, choose_num_kv_blocks, num_blocks_for
 from engine.model_runner.input_batch import InputBatch, LateTokens, flatten
-from engine.model_runner.memory import available_memory_bytes, held_memory_bytes
+from engine.model_runner.memory import available_memory_bytes, give_back_memory, held_memory_bytes
 from engine.models.base import Model, ModelShape
 from engine.models.checkpoint import model_digest, stored_tensors
 from engine.models.memory_estimate import refuse_what_cannot_fit
@@ -135,6 +135,7 @@ class ModelRunner:
             self.attention.release_pages()
         if level > 1:
             self._model = None
+        give_back_memory()
 
     @torch.inference_mode()
     def wake_up(self, tags: Iterable[SleepTag]) -> None:

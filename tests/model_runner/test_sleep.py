@@ -10,6 +10,7 @@ import trio
 
 import engine
 from engine.config import EngineConfig
+from engine.model_runner.memory import give_back_memory, held_memory_bytes
 from engine.model_runner.model_runner import ModelRunner
 from engine.sampling_params import SamplingParams
 from engine.verbs import SleepTag
@@ -51,3 +52,13 @@ async def test_frozen_streams_of_a_real_model_sleep_and_go_on_as_if_nothing_had_
             with trio.fail_after(10):
                 rest = (await stream.collect()).outputs[0].token_ids
     assert begun + rest == undisturbed
+
+
+def test_memory_that_is_let_go_goes_back_to_the_system() -> None:
+    give_back_memory()
+    before = held_memory_bytes()
+    kept = [bytearray(50_000) for _ in range(2000)]
+    assert held_memory_bytes() > before + 80_000_000
+    del kept
+    give_back_memory()
+    assert held_memory_bytes() < before + 20_000_000
