@@ -84,7 +84,15 @@ async def serve(
     config = ServeConfig() if config is None else config
     state = ServerState(engine, model_name=config.served_model_name) if state is None else state
     drain_s = engine.config.shutdown_timeout if drain_s is None else drain_s
-    app = create_app(state, max_body_bytes=max_body_bytes, api_key=api_key_of(config), root_path=config.root_path)
+    api_key = api_key_of(config)
+    is_private = all(listener.socket.family == socket.AF_UNIX for listener in listeners)
+    app = create_app(
+        state,
+        max_body_bytes=max_body_bytes,
+        api_key=api_key,
+        root_path=config.root_path,
+        operations_open=config.enable_operations or api_key is not None or is_private,
+    )
     server = _Server(app)
     async with trio.open_nursery() as connections:
         async with trio.open_nursery() as accepting:
@@ -100,6 +108,8 @@ async def serve(
 
 async def _end_streams(server: _Server, state: ServerState, drain_s: float) -> None:
     state.stop()
+    if drain_s > 0:
+        state.engine.drain()
     await _wait_streams(state, drain_s)
     state.abort_all()
     with trio.move_on_after(READ_GRACE_S):

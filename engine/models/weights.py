@@ -55,7 +55,7 @@ def load_weights(folder: Path, destinations: dict[str, torch.Tensor], progress: 
     done = 0
     progress(done, len(destinations))
     for file in weight_files(folder):
-        for name, tensor in _tensors_of(file, destinations):
+        for name, tensor in tensors_of(file, destinations):
             destinations[name].copy_(tensor)
             done += 1
             progress(done, len(destinations))
@@ -105,12 +105,12 @@ def stores_other_head(folder: Path, dtype: torch.dtype) -> bool:
     if HEAD not in {tensor.name for tensor in stored_tensors(folder)}:
         return False
     found = {
-        name: tensor.to(dtype) for file in weight_files(folder) for name, tensor in _tensors_of(file, {HEAD, EMBEDDING})
+        name: tensor.to(dtype) for file in weight_files(folder) for name, tensor in tensors_of(file, {HEAD, EMBEDDING})
     }
     return EMBEDDING in found and not torch.equal(found[HEAD], found[EMBEDDING])
 
 
-def _tensors_of(file: Path, among: Container[str]) -> Iterable[tuple[str, torch.Tensor]]:
+def tensors_of(file: Path, among: Container[str]) -> Iterable[tuple[str, torch.Tensor]]:
     """Yield the tensors of a file whose names are `among` the given."""
     try:
         with safe_open(file, framework="pt") as opened:
