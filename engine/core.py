@@ -213,16 +213,17 @@ class EngineCore:
         """
         self._now = now
         results = self._scheduler.update(plan, output, now)
-        self._step = plan.step
+        step = self._step = plan.step
         for result in results:
             request, token_ids, status, _ = result
-            if status is not None or (token_ids and request.grammar is not None):
+            if status is None and not token_ids:
+                continue  # a chunk of a prompt
+            if status is not None or request.grammar is not None:
                 self._conclude(result)
             elif request.events or request.logprobs is not None or request.prompt_logprobs:
-                if token_ids:
-                    self._emit(request, token_ids)
-            elif token_ids:  # as most are: nothing to tell but tokens
-                self._outputs.append(EngineCoreOutput(request.request_id, token_ids, step=plan.step))
+                self._emit(request, token_ids)
+            else:  # as most are: nothing to tell but tokens
+                self._outputs.append(EngineCoreOutput(request.request_id, token_ids, step=step))
 
     def _conclude(self, result: RowResult) -> None:
         """Say what a step did to a request that ends by it, or whose grammar has a say."""

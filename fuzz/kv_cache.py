@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from engine.kv_cache.block_tables import BlockTables
 from engine.kv_cache.manager import KVCacheManager
 from engine.outputs import RequestId
 from engine.protocol import EngineCoreRequest
@@ -162,22 +163,24 @@ class Simulation:
             assert self.manager.pool.num_free_blocks == num_free, "a refusal took blocks"
             return
         self.manager.admit(request, match)
-        assert self.manager.grow(request, num_tokens), "there was room, and yet the first tokens found none"
+        tables = self.manager.grow(request, num_tokens)
+        assert tables is not None, "there was room, and yet the first tokens found none"
         request.num_computed_tokens = match.num_tokens
         self.running.append(request)
-        self._run_step(request, num_tokens)
+        self._run_step(request, tables, num_tokens)
 
     def compute(self, request: Request, num_tokens: int) -> None:
         """Compute more of `request`, if it fits."""
         if request.num_computed_tokens == request.num_tokens:
             request.append(1)
         end = min(request.num_computed_tokens + num_tokens, request.num_tokens)
-        if self.manager.grow(request, end):
-            self._run_step(request, end)
+        tables = self.manager.grow(request, end)
+        if tables is not None:
+            self._run_step(request, tables, end)
 
-    def _run_step(self, request: Request, end: int) -> None:
+    def _run_step(self, request: Request, tables: BlockTables, end: int) -> None:
         """Check what is read, write what is computed, and leave the step in flight."""
-        table = self.manager.block_tables(request)[0].tolist()
+        table = tables.views[0].tolist()
         history = (request.cache_salt, *request.tokens.view().tolist())
         slots = [(table[position // self.block_size], position % self.block_size) for position in range(end)]
         start = request.num_computed_tokens
