@@ -41,6 +41,8 @@ class RequestStatus(enum.IntEnum):
     FINISHED_ERROR = enum.auto()
     FINISHED_REPETITION = enum.auto()
 
+    __hash__ = int.__hash__
+
     def __str__(self) -> str:
         return self.name
 

@@ -30,6 +30,8 @@ from engine.structured_output.grammar import BITS_A_WORD
 
 __all__ = ["Completion", "CoreDriver", "NullModelRunner", "TestGrammar", "expected_tokens", "run_core"]
 
+AVAILABLE_MEMORY_BYTES = 2**30
+"""What the pages of a driver's runner may take: a constant, for asking the machine takes longer than a short run."""
 SIMULATED_FAILURE = Cause("SimulatedFailure", "the step was made to fail")
 
 
@@ -143,7 +145,9 @@ class CoreDriver:
     ) -> CoreDriver:
         """Make core and runner from the fields of `EngineConfig`."""
         config = EngineConfig.of(model="null", **settings)
-        runner = NullModelRunner(config, max_concurrent_plans, windows=windows)
+        runner = NullModelRunner(
+            config, max_concurrent_plans, windows=windows, available_memory=lambda: AVAILABLE_MEMORY_BYTES
+        )
         capacity = runner.start(lambda phase, done, total: None)
         core = EngineCore(config, capacity, hash_salt=hash_salt)
         return cls(core, runner, runs_late=runs_late, checks_plans=checks_plans)
@@ -152,6 +156,11 @@ class CoreDriver:
     def live_requests(self) -> Collection[Request]:
         """All requests that have not ended."""
         return self.core._requests.values()
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a request's blocks were taken back."""
+        return self.core._scheduler.num_preemptions
 
     def is_live(self, request: EngineCoreRequest | RequestId) -> bool:
         """Whether this very request, added here, has not ended."""
@@ -210,9 +219,13 @@ class CoreDriver:
         self.check()
 
     def abort(self, *names: str, reason: AbortReason = AbortReason.CLIENT) -> None:
-        """Abort these requests."""
+        """Abort these requests; where none of them lives, nothing happens and nothing is checked."""
+        some_live = not self.core._requests.keys().isdisjoint(names)
         self.core.abort([RequestId(name) for name in names], reason)
-        self.check()
+        if some_live:
+            self.check()
+        else:
+            self._collect()
 
     def plan(self, *, fails: bool = False) -> SchedulerOutput | None:
         """Make the next plan and execute it, unless its step is to fail.
@@ -323,19 +336,20 @@ class CoreDriver:
 
         Rows of plans that follow a failed step count for nothing.
         """
-        block_size = self.core.capacity.block_size
+        block_size, groups = self.core.capacity.block_size, self.core.capacity.kv_cache_groups
+        earlier_reads = [read for earlier in self.plans if not earlier.follows_failure for read in earlier.reads]
         for row in launched.plan.requests:
             owner = self.requests.get(row.request_id, row.request_id)
-            tables = [table.tolist() for table in row.block_tables]
             first, last = row.start // block_size, (row.start + row.num_tokens - 1) // block_size
-            written = {block for table in tables for block in table[first : last + 1]}
-            counting = (earlier.reads for earlier in self.plans if not earlier.follows_failure)
-            for other, read in itertools.chain(*counting, launched.reads):
-                taken = other is not owner and written & read
+            written: set[int] = set()
+            read: set[int] = set()
+            for table, group in zip(map(np.ndarray.tolist, row.block_tables), groups, strict=True):
+                written.update(table[first : last + 1])
+                read.update(table[num_skipped_blocks(group, row.start, block_size) :])
+            for other, other_read in itertools.chain(earlier_reads, launched.reads):
+                taken = other is not owner and written & other_read
                 assert not taken, f"{row.request_id} writes blocks {taken}, which an earlier row in flight reads"
-            windows = zip(tables, self.core.capacity.kv_cache_groups, strict=True)
-            seen = (table[num_skipped_blocks(group, row.start, block_size) :] for table, group in windows)
-            launched.reads.append((owner, set().union(*seen)))
+            launched.reads.append((owner, read))
 
     def num_cached_tokens(self, request: Request) -> int:
         """Return how many tokens of `request` one could hit who comes with the same."""
@@ -352,7 +366,9 @@ class CoreDriver:
 
     def _collect(self) -> None:
         for output in self.core.take_outputs():
-            completion = self.completions.setdefault(output.request_id, Completion())
+            completion = self.completions.get(output.request_id)
+            if completion is None:  # of a request that the core was given by others
+                completion = self.completions[output.request_id] = Completion()
             assert completion.finish_reason is None, f"{output.request_id}: an output after the terminal one"
             completion.outputs.append(output)
             self.num_outputs += 1

@@ -12,6 +12,8 @@ from engine.kv_cache.spec import NULL_BLOCK
 from engine.outputs import BlockId, TokenArray
 from engine.request import AppendOnlyArray
 
+_NULL = BlockId(NULL_BLOCK)
+
 
 class BlockTable:
     """One group's blocks.
@@ -28,12 +30,7 @@ class BlockTable:
         """Begin with `blocks`."""
         self.blocks = list(blocks)
         self.array = AppendOnlyArray(blocks)
-        self.num_skipped = blocks.count(BlockId(NULL_BLOCK))
-
-    @property
-    def blocks_in_use(self) -> list[BlockId]:
-        """The blocks that it has a reference to, in order."""
-        return self.blocks[self.num_skipped :]
+        self.num_skipped = blocks.count(_NULL)
 
     def extend(self, blocks: Sequence[BlockId]) -> None:
         """Add `blocks` at the end."""
@@ -44,7 +41,7 @@ class BlockTable:
     def skip(self, num_skipped: int) -> list[BlockId]:
         """Put null blocks in the place of the first `num_skipped`, in a new array; return what was there."""
         skipped = self.blocks[self.num_skipped : num_skipped]
-        self.blocks[self.num_skipped : num_skipped] = [BlockId(NULL_BLOCK)] * len(skipped)
+        self.blocks[self.num_skipped : num_skipped] = [_NULL] * len(skipped)
         self.array = AppendOnlyArray(self.blocks)
         self.num_skipped = num_skipped
         return skipped
@@ -96,7 +93,7 @@ class BlockTables:
     @property
     def blocks_in_use(self) -> list[BlockId]:
         """All blocks that they have a reference to; one that is in two tables comes twice."""
-        return [block for table in self.of_group for block in table.blocks_in_use]
+        return [block for table in self.of_group for block in table.blocks[table.num_skipped :]]
 
     def check_invariants(self) -> None:
         """Check lengths, views and null blocks against each other.
@@ -108,5 +105,4 @@ class BlockTables:
             blocks = table.blocks
             assert len(blocks) * self._block_size == self.num_slots, f"tables differ in length: {blocks}"
             assert blocks == view.tolist(), f"table {blocks} and view {view} differ"
-            num_null = blocks.count(BlockId(NULL_BLOCK))
-            assert num_null == table.num_skipped, f"a null block among those in use: {blocks}"
+            assert blocks.count(_NULL) == table.num_skipped, f"a null block among those in use: {blocks}"

@@ -305,15 +305,18 @@ class KVCacheManager:
         Raises:
             AssertionError: Something leaked, or is owned twice.
         """
-        all_tables = self._tables
-        assert all_tables.keys() == {request.request_id for request in running}, "tables are not those of who runs"
-        num_promised = sum([tables.num_promised for tables in all_tables.values()])
-        assert self._num_promised == num_promised, f"{self._num_promised} blocks are promised, not {num_promised}"
+        assert len(self._tables) == len(running), "tables are not those of who runs"
+        num_promised, references = 0, []
         for request in running:
-            tables = all_tables[request.request_id]
+            tables = self._tables.get(request.request_id)
+            assert tables is not None, f"{request} runs without tables"
             assert tables.num_slots >= request.num_computed_tokens, f"{request}: tables are too short"
             tables.check_invariants()
-        held = [tables for requests in self._held.values() for tables in requests.values()]
-        references = [block for tables in (*all_tables.values(), *held) for block in tables.blocks_in_use]
+            num_promised += tables.num_promised
+            references += tables.blocks_in_use
+        assert self._num_promised == num_promised, f"{self._num_promised} blocks are promised, not {num_promised}"
+        for requests in self._held.values():
+            for tables in requests.values():
+                references += tables.blocks_in_use
         self.prefix_cache.check_invariants()
         self.pool.check_invariants(references, self.prefix_cache.holds)

@@ -312,33 +312,37 @@ class Scheduler:
         self._kv_cache.release(request, request.last_step if self.in_flight.has_row_of(request) else None)
         request.num_computed_tokens = request.num_processed_tokens = 0
 
-    def check_invariants(self) -> None:
-        """Check queues, statuses and what is in flight against each other.
+    def check_invariants(self, live: set[Request]) -> None:
+        """Check queues, statuses and what is in flight against each other and against who is here.
 
         Raises:
             AssertionError: Some request is in two places or in none, or a count is off.
         """
-        running, waiting = self.running, self.waiting.unordered()
+        running, waiting, max_overtakes = self.running, self.waiting.unordered(), self._config.max_overtakes
+        assert len(running) + len(waiting) == len(live), "a request is queued twice, or not at all"
+        assert live == {*running, *waiting}, "queues and live requests differ"
         ranks = [_rank(request) for request in running]
         assert ranks == sorted(ranks), f"running is out of order: {running}"
         assert len(running) <= self._config.max_num_seqs, f"{len(running)} requests run"
         assert len(self.in_flight) <= self._capacity.max_concurrent_plans
-        num_sampling = dict.fromkeys(running, 0) | dict.fromkeys(waiting, 0)
-        for request, row, _ in self.in_flight.wanted():
-            num_sampling[request] += row.samples
         for request in running:
             assert request.status is RUNNING, f"{request} is in the running list"
         for request in waiting:
             assert request.status is not RUNNING, f"{request} waits"
             assert request.num_computed_tokens == 0, f"{request} waits and has computed tokens"
-        for request, num_placeholders in num_sampling.items():
+        num_sampling: dict[Request, int] = {}
+        for request, row, _ in self.in_flight.wanted():
+            assert request in live, f"{request} has ended and yet its row is wanted"
+            num_sampling[request] = num_sampling.get(request, 0) + row.samples
+        for request in live:
+            num_placeholders = num_sampling.get(request, 0)
             num_total = request.num_tokens + num_placeholders
             assert request.num_placeholders == num_placeholders, f"{request}: placeholders are not in flight"
             assert request.num_processed_tokens <= request.num_computed_tokens <= num_total, f"{request}: counts"
             assert num_total <= request.max_num_tokens, f"{request}: too many tokens are coming"
             assert request.num_yields <= MAX_YIELDS, f"{request} had to yield {request.num_yields} times"
-            assert request.num_overtaken <= self._config.max_overtakes, f"{request}: {request.num_overtaken} overtook"
-        self._kv_cache.check_invariants(self.running)
+            assert request.num_overtaken <= max_overtakes, f"{request}: {request.num_overtaken} overtook it"
+        self._kv_cache.check_invariants(running)
 
 
 def _keep_logprobs(rows: Sequence[PlannedRow], output: ModelRunnerOutput) -> None:
