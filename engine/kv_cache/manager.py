@@ -100,13 +100,17 @@ class KVCacheManager:
         shortage = request.shortage
         if shortage is None:
             return False
-        lacks_blocks = shortage.num_blocks + num_reserved > self.num_available_blocks
         lacks_tokens = max_new is not None and shortage.num_new > max_new
-        if not (lacks_blocks or lacks_tokens):
+        if not lacks_tokens and not self.lacks_blocks(request, num_reserved):
             return False
         if shortage.free_hit is not None and self.pool.num_references(shortage.free_hit) > 0:
             return False
         return shortage.next_block is None or self.prefix_cache.find(*shortage.next_block) is None
+
+    def lacks_blocks(self, request: Request, num_reserved: int) -> bool:
+        """Whether `has_room` refused before and there are still too few blocks for what `match` had found; O(1)."""
+        shortage = request.shortage
+        return shortage is not None and shortage.num_blocks + num_reserved > self.num_available_blocks
 
     def has_room(self, request: Request, match: Match, num_reserved: int = 0, max_new: int | None = None) -> bool:
         """Whether `request` can start behind `match`: all its tokens must fit in what is free.

@@ -129,7 +129,7 @@ class Admission:
         lacks_place = len(self._running) >= self._config.max_num_seqs
         if not victims or self._awaits_protected(request):
             return []
-        if request.shortage is None and not lacks_place:
+        if not lacks_place and not self._kv_cache.lacks_blocks(request, self._watermark):
             return []  # it has not been tried yet, or waits for tokens alone
         num_free = self._kv_cache.num_available_blocks + sum(map(self._kv_cache.num_blocks, victims))
         if request.shortage is not None and request.shortage.num_blocks > num_free:
