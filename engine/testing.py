@@ -1,4 +1,4 @@
-"""What tests and fuzzers may use: a core driven on the integer model, with its invariants checked after each act.
+"""What tests and fuzzers may use: a core driven on the integer model, with its invariants checked.
 
 No product file imports this. The integer model is the oracle: every request's tokens must equal `expected_tokens`,
 whatever else ran, was aborted, preempted, or failed. What no later state shows is checked on the plans themselves: a
@@ -113,18 +113,18 @@ class CoreDriver:
     """A core with a runner, a clock that ticks once a call, and all outputs collected by request."""
 
     def __init__(
-        self, core: EngineCore, runner: NullModelRunner, *, runs_late: bool = False, checks_plans: bool = True
+        self, core: EngineCore, runner: NullModelRunner, *, runs_late: bool = False, checks_acts: bool = True
     ) -> None:
         """Drive `core` on `runner`, which has been started.
 
         A plan runs when it is made or, with `runs_late`, only when its result is asked for: between the two nothing
-        that it refers to may change. Invariants are checked after each act, after a plan only if it `checks_plans`:
-        what a plan breaks shows at the latest when it ends.
+        that it refers to may change. Invariants are checked after each step and, if it `checks_acts`, after each
+        plan, abort and whatever else: what an act breaks shows at the latest when the next step ends.
         """
         self.core = core
         self.runner = runner
         self.runs_late = runs_late
-        self.checks_plans = checks_plans
+        self.checks_acts = checks_acts
         self.plans: deque[LaunchedPlan] = deque()
         self.completions: dict[RequestId, Completion] = {}
         self.requests: dict[RequestId, EngineCoreRequest] = {}
@@ -140,7 +140,7 @@ class CoreDriver:
         windows: Windows = (None, None),
         hash_salt: bytes = b"",
         runs_late: bool = False,
-        checks_plans: bool = True,
+        checks_acts: bool = True,
         **settings: Any,
     ) -> CoreDriver:
         """Make core and runner from the fields of `EngineConfig`."""
@@ -150,7 +150,7 @@ class CoreDriver:
         )
         capacity = runner.start(lambda phase, done, total: None)
         core = EngineCore(config, capacity, hash_salt=hash_salt)
-        return cls(core, runner, runs_late=runs_late, checks_plans=checks_plans)
+        return cls(core, runner, runs_late=runs_late, checks_acts=checks_acts)
 
     @property
     def live_requests(self) -> Collection[Request]:
@@ -201,7 +201,7 @@ class CoreDriver:
             self.past.append((self.requests[request.request_id], self.completions[request.request_id]))
         self.requests[request.request_id] = request
         self.completions[request.request_id] = Completion()
-        self.check()
+        self._end_act()
         return request.request_id
 
     def set_grammar(self, name: str, grammar: TestGrammar | Cause) -> None:
@@ -209,23 +209,19 @@ class CoreDriver:
         if isinstance(grammar, TestGrammar):
             self.completions[RequestId(name)].grammar = grammar.anew()
         self.core.set_grammar(RequestId(name), grammar)
-        self.check()
+        self._end_act()
 
     def extend(self, name: str, prompt: Sequence[int], **params: Any) -> None:
         """Add the next part of a session; an empty one ends it."""
         part = SessionPart(RequestId(name), list(prompt), _sampling_params(**{"temperature": 0.0, **params}))
         self.core.extend(part)
         self.completions[part.request_id].parts.append(part)
-        self.check()
+        self._end_act()
 
     def abort(self, *names: str, reason: AbortReason = AbortReason.CLIENT) -> None:
-        """Abort these requests; where none of them lives, nothing happens and nothing is checked."""
-        some_live = not self.core._requests.keys().isdisjoint(names)
+        """Abort these requests."""
         self.core.abort([RequestId(name) for name in names], reason)
-        if some_live:
-            self.check()
-        else:
-            self._collect()
+        self._end_act()
 
     def plan(self, *, fails: bool = False) -> SchedulerOutput | None:
         """Make the next plan and execute it, unless its step is to fail.
@@ -239,10 +235,7 @@ class CoreDriver:
             self.plans.append(launched)
             if not self.runs_late:
                 self._execute(launched)
-            if self.checks_plans:
-                self.check()
-            else:
-                self._collect()
+            self._end_act()
             return plan
         if self.core.has_work:
             assert self.core.waits_for is not None, "there is work, no plan, and nothing that will change it"
@@ -283,17 +276,17 @@ class CoreDriver:
     def pause(self, mode: PauseMode) -> None:
         """Pause."""
         self.core.pause(mode)
-        self.check()
+        self._end_act()
 
     def resume(self) -> None:
         """Undo the pause."""
         self.core.resume()
-        self.check()
+        self._end_act()
 
     def reset_prefix_cache(self, *, reset_running: bool = False) -> bool:
         """Reset the prefix cache; returns whether it was done."""
         done = self.core.reset_prefix_cache(reset_running)
-        self.check()
+        self._end_act()
         return done
 
     def step(self) -> SchedulerOutput | None:
@@ -360,9 +353,15 @@ class CoreDriver:
         return self.now
 
     def check(self) -> None:
-        """Check the core's invariants and collect its outputs; called after each act."""
+        """Check the core's invariants and collect its outputs."""
         self.core.check_invariants()
         self._collect()
+
+    def _end_act(self) -> None:
+        if self.checks_acts:
+            self.check()
+        else:
+            self._collect()
 
     def _collect(self) -> None:
         for output in self.core.take_outputs():

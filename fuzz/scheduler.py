@@ -1,7 +1,8 @@
 """Whatever order requests come, end, fail and are preempted in: each gets the tokens it gets alone, and one end.
 
 A history is a list of plain operations (`fuzz/history.py`) that `Simulation` applies to a core on the integer model,
-with tiny pools and up to four plans in flight. The core's invariants are checked after each operation. Beyond them:
+with tiny pools and up to four plans in flight. The core's invariants are checked after each step, and in a quarter of
+the histories after each operation. Beyond them:
 
 * each request's tokens, finish reason and stop reason are those of its run alone (`fuzz/oracle.py`);
 * exactly one end each, told to the runner exactly once;
@@ -58,7 +59,7 @@ class Settings(Drawn):
     queue_timeout: float | None = choose(None, None, None, None, 9.0, 30.0)
     max_concurrent_plans: int = choose(1, 2, 3, 4)
     runs_late: bool = choose(False, True)
-    checks_plans: bool = choose(True, False, False, False)
+    checks_acts: bool = choose(True, False, False, False)
 
     def engine(self) -> dict[str, Any]:
         """Return the arguments of `CoreDriver.of`."""

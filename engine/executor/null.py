@@ -252,13 +252,14 @@ def continuation(
     states = [0, 0]  # for each layer their sum over the window of the last position
 
     def read(token_id: int) -> None:
-        number = token_id + 1
+        number, factor = token_id + 1, _factor(len(terms[0]))
         for layer, window in enumerate(windows):
-            terms[layer].append(number * _factor(len(terms[layer])) & _MASK)
-            states[layer] += terms[layer][-1]
-            if window is not None and window < len(terms[layer]):
-                states[layer] -= terms[layer][-1 - window]
-            number = states[layer] = states[layer] & _MASK
+            of_layer = terms[layer]
+            of_layer.append(number * factor & _MASK)
+            state = states[layer] + of_layer[-1]
+            if window is not None and window < len(of_layer):
+                state -= of_layer[-1 - window]
+            number = states[layer] = state & _MASK
 
     for token_id in prompt_token_ids:
         read(token_id)
