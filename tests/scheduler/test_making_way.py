@@ -54,9 +54,9 @@ def test_the_watermark_is_not_asked_of_who_will_run_alone_once_all_have_made_way
     driver = make_driver(watermark=0.3)
     driver.add("low", prompt(10, 1), priority=5, max_tokens=10)
     driver.step()
-    driver.add("urgent", prompt(34, 2), priority=1, max_tokens=2)  # nine blocks of ten; three are the watermark
+    driver.add("urgent", prompt(38, 2), priority=1, max_tokens=2)  # all ten blocks; three are the watermark
     driver.step()
-    assert rows(driver.step()) == {"urgent": 34}
+    assert rows(driver.step()) == {"urgent": 38}
     run_and_compare(driver)
 
 
@@ -84,25 +84,43 @@ def test_nobody_makes_way_in_vain_for_who_would_have_shared_its_blocks() -> None
     run_and_compare(driver)
 
 
-def test_who_lacks_tokens_alone_is_matched_once_and_takes_nobodys_place(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def matched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Who was matched, each time."""
+    names: list[str] = []
+    match = KVCacheManager.match
+
+    def recording(self: KVCacheManager, request: Request) -> Any:
+        names.append(request.request_id)
+        return match(self, request)
+
+    monkeypatch.setattr(KVCacheManager, "match", recording)
+    return names
+
+
+def test_who_needs_more_than_all_could_give_is_matched_once_and_takes_nobodys_place(matched: list[str]) -> None:
+    driver = make_driver()
+    driver.add("stays", prompt(20, 1), priority=0, max_tokens=5)
+    driver.add("low", prompt(6, 2), priority=5, max_tokens=5)
+    driver.step()
+    driver.add("urgent", prompt(36, 3), priority=1, max_tokens=2)  # nine blocks of the five that low would leave
+    for _ in range(4):
+        assert rows(driver.step()) == {"stays": 1, "low": 1}
+    assert matched == ["stays", "low", "urgent"]
+    run_and_compare(driver)
+
+
+def test_who_lacks_tokens_alone_is_matched_once_and_takes_nobodys_place(matched: list[str]) -> None:
     driver = make_driver(enable_chunked_prefill=False, max_num_batched_tokens=40, num_gpu_blocks_override=40)
     for number in range(3):
         driver.add(f"low{number}", prompt(6, number), priority=5, max_tokens=8)
     driver.step()
-    matched: list[str] = []
-    match = KVCacheManager.match
-
-    def recording(self: KVCacheManager, request: Request) -> Any:
-        matched.append(request.request_id)
-        return match(self, request)
-
-    monkeypatch.setattr(KVCacheManager, "match", recording)
+    matched.clear()
     driver.add("urgent", prompt(38, 9), priority=1, max_tokens=2)  # there are blocks, and 37 tokens a step
     for _ in range(7):
         assert rows(driver.step()) == {"low0": 1, "low1": 1, "low2": 1}
     assert matched == ["urgent"]
     assert rows(driver.step()) == {"urgent": 38}
-    monkeypatch.undo()
     run_and_compare(driver)
     assert driver.core.stats().num_preemptions == 0
 
