@@ -62,11 +62,12 @@ def test_the_watermark_is_not_asked_of_who_will_run_alone_once_all_have_made_way
 
 def test_where_others_go_on_the_watermark_counts_and_nobody_makes_way_in_vain() -> None:
     driver = make_driver(watermark=0.3)
-    driver.add("stays", prompt(6, 1), priority=0, max_tokens=2)
-    driver.add("low", prompt(14, 2), priority=5, max_tokens=2)
+    driver.add("stays", prompt(5, 1), priority=0, max_tokens=4)
+    driver.add("low", prompt(13, 2), priority=5, max_tokens=4)
     driver.step()
     driver.add("urgent", prompt(23, 3), priority=1, max_tokens=2)  # six blocks of the eight that low would leave
-    driver.step()
+    for _ in range(3):
+        assert rows(driver.step()) == {"stays": 1, "low": 1}
     assert driver.core.stats().num_preemptions == 0
     run_and_compare(driver)
     assert driver.core.stats().num_preemptions == 0
