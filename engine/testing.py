@@ -1,4 +1,4 @@
-"""What tests and fuzzers may use: a core driven on the integer model, with its invariants checked after each act.
+"""What tests and fuzzers may use: a core driven on the integer model, with its invariants checked.
 
 No product file imports this. The integer model is the oracle: every request's tokens must equal `expected_tokens`,
 whatever else ran, was aborted, preempted, or failed. What no later state shows is checked on the plans themselves: a
@@ -30,6 +30,8 @@ from engine.structured_output.grammar import BITS_A_WORD
 
 __all__ = ["Completion", "CoreDriver", "NullModelRunner", "TestGrammar", "expected_tokens", "run_core"]
 
+AVAILABLE_MEMORY_BYTES = 2**30
+"""What the pages of a driver's runner may take: a constant, for asking the machine takes longer than a short run."""
 SIMULATED_FAILURE = Cause("SimulatedFailure", "the step was made to fail")
 
 
@@ -111,18 +113,18 @@ class CoreDriver:
     """A core with a runner, a clock that ticks once a call, and all outputs collected by request."""
 
     def __init__(
-        self, core: EngineCore, runner: NullModelRunner, *, runs_late: bool = False, checks_plans: bool = True
+        self, core: EngineCore, runner: NullModelRunner, *, runs_late: bool = False, checks_acts: bool = True
     ) -> None:
         """Drive `core` on `runner`, which has been started.
 
         A plan runs when it is made or, with `runs_late`, only when its result is asked for: between the two nothing
-        that it refers to may change. Invariants are checked after each act, after a plan only if it `checks_plans`:
-        what a plan breaks shows at the latest when it ends.
+        that it refers to may change. Invariants are checked after each step and, if it `checks_acts`, after each
+        plan, abort and whatever else: what an act breaks shows at the latest when the next step ends.
         """
         self.core = core
         self.runner = runner
         self.runs_late = runs_late
-        self.checks_plans = checks_plans
+        self.checks_acts = checks_acts
         self.plans: deque[LaunchedPlan] = deque()
         self.completions: dict[RequestId, Completion] = {}
         self.requests: dict[RequestId, EngineCoreRequest] = {}
@@ -138,20 +140,27 @@ class CoreDriver:
         windows: Windows = (None, None),
         hash_salt: bytes = b"",
         runs_late: bool = False,
-        checks_plans: bool = True,
+        checks_acts: bool = True,
         **settings: Any,
     ) -> CoreDriver:
         """Make core and runner from the fields of `EngineConfig`."""
         config = EngineConfig.of(model="null", **settings)
-        runner = NullModelRunner(config, max_concurrent_plans, windows=windows)
+        runner = NullModelRunner(
+            config, max_concurrent_plans, windows=windows, available_memory=lambda: AVAILABLE_MEMORY_BYTES
+        )
         capacity = runner.start(lambda phase, done, total: None)
         core = EngineCore(config, capacity, hash_salt=hash_salt)
-        return cls(core, runner, runs_late=runs_late, checks_plans=checks_plans)
+        return cls(core, runner, runs_late=runs_late, checks_acts=checks_acts)
 
     @property
     def live_requests(self) -> Collection[Request]:
         """All requests that have not ended."""
         return self.core._requests.values()
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a request's blocks were taken back."""
+        return self.core._scheduler.num_preemptions
 
     def is_live(self, request: EngineCoreRequest | RequestId) -> bool:
         """Whether this very request, added here, has not ended."""
@@ -192,7 +201,7 @@ class CoreDriver:
             self.past.append((self.requests[request.request_id], self.completions[request.request_id]))
         self.requests[request.request_id] = request
         self.completions[request.request_id] = Completion()
-        self.check()
+        self._end_act()
         return request.request_id
 
     def set_grammar(self, name: str, grammar: TestGrammar | Cause) -> None:
@@ -200,19 +209,19 @@ class CoreDriver:
         if isinstance(grammar, TestGrammar):
             self.completions[RequestId(name)].grammar = grammar.anew()
         self.core.set_grammar(RequestId(name), grammar)
-        self.check()
+        self._end_act()
 
     def extend(self, name: str, prompt: Sequence[int], **params: Any) -> None:
         """Add the next part of a session; an empty one ends it."""
         part = SessionPart(RequestId(name), list(prompt), _sampling_params(**{"temperature": 0.0, **params}))
         self.core.extend(part)
         self.completions[part.request_id].parts.append(part)
-        self.check()
+        self._end_act()
 
     def abort(self, *names: str, reason: AbortReason = AbortReason.CLIENT) -> None:
         """Abort these requests."""
         self.core.abort([RequestId(name) for name in names], reason)
-        self.check()
+        self._end_act()
 
     def plan(self, *, fails: bool = False) -> SchedulerOutput | None:
         """Make the next plan and execute it, unless its step is to fail.
@@ -226,10 +235,7 @@ class CoreDriver:
             self.plans.append(launched)
             if not self.runs_late:
                 self._execute(launched)
-            if self.checks_plans:
-                self.check()
-            else:
-                self._collect()
+            self._end_act()
             return plan
         if self.core.has_work:
             assert self.core.waits_for is not None, "there is work, no plan, and nothing that will change it"
@@ -270,17 +276,17 @@ class CoreDriver:
     def pause(self, mode: PauseMode) -> None:
         """Pause."""
         self.core.pause(mode)
-        self.check()
+        self._end_act()
 
     def resume(self) -> None:
         """Undo the pause."""
         self.core.resume()
-        self.check()
+        self._end_act()
 
     def reset_prefix_cache(self, *, reset_running: bool = False) -> bool:
         """Reset the prefix cache; returns whether it was done."""
         done = self.core.reset_prefix_cache(reset_running)
-        self.check()
+        self._end_act()
         return done
 
     def step(self) -> SchedulerOutput | None:
@@ -323,19 +329,20 @@ class CoreDriver:
 
         Rows of plans that follow a failed step count for nothing.
         """
-        block_size = self.core.capacity.block_size
+        block_size, groups = self.core.capacity.block_size, self.core.capacity.kv_cache_groups
+        earlier_reads = [read for earlier in self.plans if not earlier.follows_failure for read in earlier.reads]
         for row in launched.plan.requests:
             owner = self.requests.get(row.request_id, row.request_id)
-            tables = [table.tolist() for table in row.block_tables]
             first, last = row.start // block_size, (row.start + row.num_tokens - 1) // block_size
-            written = {block for table in tables for block in table[first : last + 1]}
-            counting = (earlier.reads for earlier in self.plans if not earlier.follows_failure)
-            for other, read in itertools.chain(*counting, launched.reads):
-                taken = other is not owner and written & read
+            written: set[int] = set()
+            read: set[int] = set()
+            for table, group in zip(map(np.ndarray.tolist, row.block_tables), groups, strict=True):
+                written.update(table[first : last + 1])
+                read.update(table[num_skipped_blocks(group, row.start, block_size) :])
+            for other, other_read in itertools.chain(earlier_reads, launched.reads):
+                taken = other is not owner and written & other_read
                 assert not taken, f"{row.request_id} writes blocks {taken}, which an earlier row in flight reads"
-            windows = zip(tables, self.core.capacity.kv_cache_groups, strict=True)
-            seen = (table[num_skipped_blocks(group, row.start, block_size) :] for table, group in windows)
-            launched.reads.append((owner, set().union(*seen)))
+            launched.reads.append((owner, read))
 
     def num_cached_tokens(self, request: Request) -> int:
         """Return how many tokens of `request` one could hit who comes with the same."""
@@ -346,13 +353,21 @@ class CoreDriver:
         return self.now
 
     def check(self) -> None:
-        """Check the core's invariants and collect its outputs; called after each act."""
+        """Check the core's invariants and collect its outputs."""
         self.core.check_invariants()
         self._collect()
 
+    def _end_act(self) -> None:
+        if self.checks_acts:
+            self.check()
+        else:
+            self._collect()
+
     def _collect(self) -> None:
         for output in self.core.take_outputs():
-            completion = self.completions.setdefault(output.request_id, Completion())
+            completion = self.completions.get(output.request_id)
+            if completion is None:  # of a request that the core was given by others
+                completion = self.completions[output.request_id] = Completion()
             assert completion.finish_reason is None, f"{output.request_id}: an output after the terminal one"
             completion.outputs.append(output)
             self.num_outputs += 1

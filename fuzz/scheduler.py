@@ -1,7 +1,8 @@
 """Whatever order requests come, end, fail and are preempted in: each gets the tokens it gets alone, and one end.
 
 A history is a list of plain operations (`fuzz/history.py`) that `Simulation` applies to a core on the integer model,
-with tiny pools and up to four plans in flight. The core's invariants are checked after each operation. Beyond them:
+with tiny pools and up to four plans in flight. The core's invariants are checked after each step, and in a quarter of
+the histories after each operation. Beyond them:
 
 * each request's tokens, finish reason and stop reason are those of its run alone (`fuzz/oracle.py`);
 * exactly one end each, told to the runner exactly once;
@@ -32,6 +33,7 @@ from fuzz.oracle import check_completion, check_victims
 REPETITION = RepetitionDetection(max_pattern_size=3, min_count=2)
 STOP_TOKENS = tuple(range(32, 127, 12))
 """Tokens that stop or end a request that asks for it; about one in twelve of what the integer model says."""
+_AWAITING_GRAMMAR = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 MAX_IDLE_STEPS = 2000
 """Steps without any output after which a core that has work is called stuck; a request here takes at most some 100."""
 
@@ -57,7 +59,7 @@ class Settings(Drawn):
     queue_timeout: float | None = choose(None, None, None, None, 9.0, 30.0)
     max_concurrent_plans: int = choose(1, 2, 3, 4)
     runs_late: bool = choose(False, True)
-    checks_plans: bool = choose(True, False, False, False)
+    checks_acts: bool = choose(True, False, False, False)
 
     def engine(self) -> dict[str, Any]:
         """Return the arguments of `CoreDriver.of`."""
@@ -132,23 +134,21 @@ class Compiled(Operation):
     length: int = choose(20, 3)
     fails: bool = choose(*[False] * 5, True)
 
-    def name(self, simulation: Simulation) -> str | None:
+    def name(self, simulation: Simulation) -> str:
         """Return whose it is."""
-        waiting = simulation.names_in(RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
-        return waiting[self.index % len(waiting)] if waiting else None
+        waiting = simulation.awaiting_grammar()
+        return waiting[self.index % len(waiting)]
 
     def event(self, simulation: Simulation) -> str | None:
         """Return what becomes of the grammar."""
-        if self.name(simulation) is None:
+        if not simulation.awaiting_grammar():
             return None
         return "no grammar" if self.fails else "grammar"
 
     def apply(self, simulation: Simulation) -> None:
         """Give it."""
-        name = self.name(simulation)
-        if name is not None:
-            grammar = Cause("BadGrammar", "it was made to fail") if self.fails else TestGrammar(self.step, self.length)
-            simulation.driver.set_grammar(name, grammar)
+        grammar = Cause("BadGrammar", "it was made to fail") if self.fails else TestGrammar(self.step, self.length)
+        simulation.driver.set_grammar(self.name(simulation), grammar)
 
 
 @dataclass(frozen=True, repr=False)
@@ -170,13 +170,12 @@ class Extend(Operation):
     def apply(self, simulation: Simulation) -> None:
         """Extend it."""
         sessions = simulation.open_sessions()
-        if sessions:
-            simulation.driver.extend(
-                sessions[self.index % len(sessions)],
-                [90 - position for position in range(self.length)],
-                max_tokens=self.max_tokens,
-                stop_token_ids=STOP_TOKENS if self.stops else (),
-            )
+        simulation.driver.extend(
+            sessions[self.index % len(sessions)],
+            [90 - position for position in range(self.length)],
+            max_tokens=self.max_tokens,
+            stop_token_ids=STOP_TOKENS if self.stops else (),
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -211,8 +210,7 @@ class Plan(Operation):
 
     def apply(self, simulation: Simulation) -> None:
         """Make it."""
-        if self.event(simulation):
-            simulation.plan(self.fails)
+        simulation.plan(self.fails)
 
 
 @dataclass(frozen=True, repr=False)
@@ -237,8 +235,7 @@ class Finish(Operation):
 
     def apply(self, simulation: Simulation) -> None:
         """End it."""
-        if simulation.driver.plans:
-            simulation.finish_step(self.culprit, self.num_more)
+        simulation.finish_step(self.culprit, self.num_more)
 
 
 @dataclass(frozen=True, repr=False)
@@ -314,9 +311,11 @@ class Simulation:
     def apply(self, operation: Operation) -> None:
         """Apply one operation; one that cannot be applied now does nothing."""
         event = operation.event(self)
+        if event is None:
+            return
         if isinstance(operation, Abort):
-            self.coverage.saw("abort", [self._state(operation.name(self))])
-        elif event is not None:
+            self.coverage.saw(event, [self._state(operation.name(self))])
+        else:
             self.coverage.saw(event, {request.status for request in self.driver.live_requests})
         operation.apply(self)
 
@@ -329,11 +328,11 @@ class Simulation:
         driver = self.driver
         driver.resume()
         num_idle, num_outputs = 0, -1
+        for name in self.awaiting_grammar():
+            driver.set_grammar(name, TestGrammar(1, 50))
+        for name in self.open_sessions():
+            driver.extend(name, ())
         while driver.core.has_work:
-            for name in self.names_in(RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR):
-                driver.set_grammar(name, TestGrammar(1, 50))
-            for name in self.open_sessions():
-                driver.extend(name, ())
             self.plan(False)
             if driver.plans:
                 self.finish_step(None, 0)
@@ -348,9 +347,9 @@ class Simulation:
             check_completion(request, completion, driver.core.capacity.max_model_len, driver.runner.windows)
         assert sorted(self._told) == sorted(request.request_id for request, _ in everyone), "ends not told exactly once"
 
-    def names_in(self, status: RequestStatus) -> list[str]:
-        """Return the names of all requests in `status`, in order of arrival."""
-        return [request.request_id for request in self.driver.live_requests if request.status is status]
+    def awaiting_grammar(self) -> list[str]:
+        """Return the names of all requests that await a grammar, in order of arrival."""
+        return [request.request_id for request in self.driver.live_requests if request.status is _AWAITING_GRAMMAR]
 
     def open_sessions(self) -> list[str]:
         """Return the names of all sessions that take further parts."""
@@ -384,7 +383,7 @@ class Simulation:
 
     def count_untold(self) -> None:
         """Count who lost its blocks to a reset or a failure, or in vain, and is to be told by the next plan."""
-        self._num_untold = self.driver.core.stats().num_preemptions - self._num_told
+        self._num_untold = self.driver.num_preemptions - self._num_told
 
     def finish_step(self, culprit: int | None, num_more: int) -> None:
         """Commit or fail the oldest plan."""
@@ -423,10 +422,10 @@ class Simulation:
             got = driver.completions[name].token_ids
             assert len(got) > number or not counts, f"{name} did not get the token that its row sampled"
 
-    def _state(self, name: str) -> str:
+    def _state(self, name: str) -> object:
         for request in self.driver.live_requests:
             if request.request_id == name:
-                return request.status.name
+                return request.status
         return "ENDED" if name in self.driver.completions else "UNKNOWN"
 
     def _more_tokens(self, plan: SchedulerOutput, num_more: int) -> dict[str, list[int]]:

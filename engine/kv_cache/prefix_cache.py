@@ -140,9 +140,9 @@ class PrefixCache:
         Raises:
             AssertionError: They do not.
         """
-        num_entries = len(self._block_of)
-        for key, block in self._block_of.items():
-            assert self._key_of[block] == key, f"block {block} is hit under a hash that is not its own"
+        num_entries, hit = len(self._block_of), self._block_of.values()
+        own = [*map(self._key_of.__getitem__, hit)]
+        assert own == [*self._block_of], f"one of {hit} is hit under a hash that is not its own"
         for key, twins in self._twins.items():
             assert twins, "an empty list of twins is kept"
             assert key in self._block_of, f"twins {twins} of a hash that no block is hit under"

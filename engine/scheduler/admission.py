@@ -16,7 +16,7 @@ from __future__ import annotations
 from engine.config import EngineConfig
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.match import Match
-from engine.request import Request, RequestStatus
+from engine.request import PREEMPTED, Request
 from engine.scheduler.in_flight import PlansInFlight
 from engine.scheduler.policy import Policy
 from engine.scheduler.waiting_queue import WaitingQueue
@@ -93,7 +93,7 @@ class Admission:
 
     def pass_over(self, request: Request) -> bool:
         """Look past `request`, the last candidate, which cannot start; False where that must not be."""
-        has_right_of_way = request.status is RequestStatus.PREEMPTED and not self._awaits_protected(request)
+        has_right_of_way = request.status is PREEMPTED and not self._awaits_protected(request)
         is_overtaken_enough = request.num_overtaken >= self._config.max_overtakes
         if has_right_of_way or is_overtaken_enough or len(self._passed) >= LOOK_AHEAD:
             return False
@@ -108,7 +108,7 @@ class Admission:
         for passed in self._passed:
             passed.num_overtaken += 1
         if self._config.enable_prefix_caching:
-            counts = self.resumed_counts if request.status is RequestStatus.PREEMPTED else self.first_counts
+            counts = self.resumed_counts if request.status is PREEMPTED else self.first_counts
             counts.add(request.num_tokens, match.num_tokens)
 
     def close(self) -> None:
@@ -129,7 +129,7 @@ class Admission:
         lacks_place = len(self._running) >= self._config.max_num_seqs
         if not victims or self._awaits_protected(request):
             return []
-        if request.shortage is None and not lacks_place:
+        if not lacks_place and not self._kv_cache.lacks_blocks(request, self._watermark):
             return []  # it has not been tried yet, or waits for tokens alone
         num_free = self._kv_cache.num_available_blocks + sum(map(self._kv_cache.num_blocks, victims))
         if request.shortage is not None and request.shortage.num_blocks > num_free:

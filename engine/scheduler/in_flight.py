@@ -26,7 +26,7 @@ class PlansInFlight:
         return len(self._plans)
 
     def wanted(self) -> Iterator[PlannedRow]:
-        """Yield every row in flight whose result is wanted, oldest plan first."""
+        """Yield every row in flight whose result is still wanted when its turn comes, oldest plan first."""
         return (row for _, rows in self._plans for row in rows if row[2] == row[0].generation)
 
     def push(self, plan: SchedulerOutput, rows: list[PlannedRow]) -> None:

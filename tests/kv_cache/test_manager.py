@@ -31,7 +31,7 @@ def admit(manager: KVCacheManager, request: Request, num_tokens: int) -> bool:
     if not manager.has_room(request, match):
         return False
     manager.admit(request, match)
-    return manager.grow(request, num_tokens)
+    return manager.grow(request, num_tokens) is not None
 
 
 def compute(manager: KVCacheManager, request: Request, step: int = 1) -> int | None:
@@ -46,7 +46,7 @@ def compute(manager: KVCacheManager, request: Request, step: int = 1) -> int | N
 
 
 def table(manager: KVCacheManager, request: Request) -> list[int]:
-    return manager.block_tables(request)[0].tolist()
+    return manager._tables[request.request_id].views[0].tolist()
 
 
 def test_decoding_takes_a_block_when_the_last_is_full_and_publishes_it_then() -> None:
