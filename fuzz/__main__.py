@@ -7,9 +7,10 @@ import math
 from functools import partial
 
 from engine.scheduler.policy import POLICIES
-from fuzz import driver, faults, http, kills, kv_cache, scheduler
+from fuzz import cancellations, driver, faults, http, kills, kv_cache, scheduler
 
 TARGETS = {
+    "cancellations": cancellations.run,
     "faults": faults.run,
     "http": http.run,
     "kills": kills.run,
