@@ -24,11 +24,29 @@ EXIT_PIPE = 128 + signal.SIGPIPE
 """Whoever read our output has gone."""
 
 
-async def with_engine(config: EngineConfig, stop: trio.Event, body: Callable[[AsyncLLM], Awaitable[None]]) -> None:
-    """Run `body` with an engine whose start `stop` cancels; once it is ready, `stop` is the body's business."""
+def _nothing() -> None:
+    """Do nothing."""
+
+
+async def with_engine(
+    config: EngineConfig,
+    stop: trio.Event,
+    body: Callable[[AsyncLLM], Awaitable[None]],
+    *,
+    give_up: Callable[[], None] = _nothing,
+) -> None:
+    """Run `body` with an engine whose start `stop` cancels; once it is ready, `stop` is the body's business.
+
+    `give_up` is called before a start is cancelled.
+    """
     with trio.CancelScope() as loading, show_progress() as progress:
+
+        def cancel() -> None:
+            give_up()
+            loading.cancel()
+
         async with open_services() as watchers:
-            watchers.start_soon(then, stop.wait, loading.cancel)
+            watchers.start_soon(then, stop.wait, cancel)
             async with open_engine(progress=progress, **msgspec.structs.asdict(config)) as llm:
                 watchers.cancel()
                 await body(llm)

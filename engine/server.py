@@ -50,6 +50,7 @@ from engine.protocol import (
 )
 
 logger = logging.getLogger(__name__)
+teardown = logging.getLogger("teardown")
 
 LAST_WORD_TIMEOUT_S = 5.0
 """How long an engine that ends waits for its last word to be acknowledged."""
@@ -101,9 +102,11 @@ class EngineCoreServer:
                 self._send(last_word)
                 with trio.move_on_after(LAST_WORD_TIMEOUT_S):
                     await self._acknowledged.wait()
+                    teardown.debug("last word acknowledged")
                 nursery.cancel_scope.cancel()
         finally:
             await self._executor.aclose()
+            teardown.debug("executor closed")
         return cause
 
     async def _serve(self) -> Cause | None:
@@ -119,6 +122,8 @@ class EngineCoreServer:
             logger.log(level, "%s\n%s", cause, cause.traceback)
             self._flush()
             return cause
+        finally:
+            teardown.debug("step task ended")
         return None
 
     # -- start ---------------------------------------------------------------------------------------------------
@@ -229,6 +234,7 @@ class EngineCoreServer:
                     self._run_verb(core, message)
                 case Shutdown():
                     self._is_stopping = True
+                    teardown.debug("intake closed")
                     core.resume()
                     core.abort_all(AbortReason.SHUTDOWN)
                 case _:

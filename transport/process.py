@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import signal
 import subprocess
@@ -29,6 +30,8 @@ from contextlib import asynccontextmanager
 
 import trio
 from trio.lowlevel import wait_readable
+
+teardown = logging.getLogger("teardown")
 
 KILL_GRACE_S = 2.0
 """How long a killed child, and whoever of its group holds its output, may take to be gone."""
@@ -163,6 +166,7 @@ async def open_child(
         finally:
             with trio.CancelScope(shield=True):
                 await child._end(term_grace_s)
+            teardown.debug("%s ended", name)
     if failure is not None:
         raise failure
 

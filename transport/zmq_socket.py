@@ -18,6 +18,7 @@ death; watch its process.
 from __future__ import annotations
 
 import errno
+import logging
 from collections import deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -29,6 +30,8 @@ from trio.lowlevel import cancel_shielded_checkpoint, checkpoint_if_cancelled, e
 
 from transport.descriptor import Descriptor
 from transport.tensors import Frame
+
+teardown = logging.getLogger("teardown")
 
 Context = zmq.Context[zmq.Socket[bytes]]
 """Owns the I/O thread of a process's sockets; from `open_context`."""
@@ -50,6 +53,7 @@ async def open_context() -> AsyncIterator[Context]:
     finally:
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(context.destroy, 0)
+        teardown.debug("context closed")
 
 
 class PendingSends:
@@ -224,6 +228,7 @@ class ZmqSocket(trio.abc.AsyncResource):
     async def aclose(self) -> None:
         """Close as `close` does; a checkpoint that is never cancelled."""
         self.close()
+        teardown.debug("socket closed")
         await cancel_shielded_checkpoint()
 
     def _check_open(self) -> None:

@@ -17,6 +17,7 @@ import logging
 import resource
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from quart_trio import QuartTrio
 
 from engine.client.async_llm import AsyncLLM
 from engine.config import ServeConfig
+from engine.errors import EngineDeadError
 from web.access import api_key_of
 from web.app import MAX_BODY_BYTES, create_app
 from web.guard import Connection
@@ -36,6 +38,7 @@ from web.listeners import address_of
 from web.state import ServerState
 
 logger = logging.getLogger(__name__)
+teardown = logging.getLogger("teardown")  # one name in all rooms: the order of a stop, step by step
 
 KEEP_ALIVE_S = 75.0
 """Longer than the pools of load balancers and clients keep a connection, so that they close first."""
@@ -94,13 +97,20 @@ async def serve(
             await shutdown_trigger()
             await _end_streams(server, state, drain_s)
             accepting.cancel_scope.cancel()
+        teardown.debug("listeners closed")
         await server.end_connections()
         connections.cancel_scope.deadline = trio.current_time() + GRACE_S
+    teardown.debug("connections closed")
 
 
 async def _end_streams(server: _Server, state: ServerState, drain_s: float) -> None:
     state.stop()
-    await _wait_streams(state, drain_s)
+    teardown.debug("probes and new work get 503")
+    async with trio.open_nursery() as draining:
+        if drain_s > 0:
+            draining.start_soon(_resume, state.engine)
+        await _wait_streams(state, drain_s)
+        draining.cancel_scope.cancel()
     state.abort_all()
     with trio.move_on_after(READ_GRACE_S):
         await state.wait_idle()
@@ -109,6 +119,13 @@ async def _end_streams(server: _Server, state: ServerState, drain_s: float) -> N
     if state.num_open_requests and state.engine.is_healthy:
         state.give_up(ABORT_GRACE_S)
         await _wait_streams(state, READ_GRACE_S, also_dead=True)
+    teardown.debug("streams ended, %d cut", state.num_open_requests)
+
+
+async def _resume(engine: AsyncLLM) -> None:
+    """Undo a pause: what waits for its end would wait for the drain's."""
+    with suppress(EngineDeadError):
+        await engine.resume()
 
 
 async def _wait_streams(state: ServerState, timeout_s: float, *, also_dead: bool = False) -> None:

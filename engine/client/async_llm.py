@@ -34,6 +34,7 @@ from engine.protocol import (
 from engine.sampling_params import OutputKind, SamplingParams
 
 logger = logging.getLogger(__name__)
+teardown = logging.getLogger("teardown")
 
 MAX_TOKENIZER_THREADS = 2
 """Prompts that may be rendered and tokenized at once."""
@@ -303,6 +304,7 @@ class AsyncLLM:
         if self._ended.is_set():
             return None
         self._is_stopping = True
+        teardown.debug("engine asked to stop")
         self._client.abort_requests(list(self._slots), AbortReason.SHUTDOWN)
         self._client.shutdown()
         with trio.move_on_after(timeout_s):
