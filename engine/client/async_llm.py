@@ -290,6 +290,8 @@ class AsyncLLM:
             self._tell_end()
 
     def _tell_end(self) -> None:
+        if self._client.death is None:  # nobody receives any more, so nothing else would tell those who still wait
+            self._client.declare_dead(EngineDeadError(Cause("EngineLeft", "the engine was left before it had stopped")))
         for _, stream in self._slots.values():
             stream.wake(self._client.death)
         self._slots.clear()
