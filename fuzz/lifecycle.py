@@ -30,9 +30,10 @@ from fuzz.fronts import Front, open_owner, open_server
 
 PHASES = ("start", "load", "prefill", "decode", "drain", "stop")
 TARGETS = ("front", "engine", "reaper", "all")
+WEIGHTS = (4, 4, 1, 3)
 BLOWS = ("KILL", "TERM", "TERM TERM", "INT", "STOP CONT")
 FRONTS = {"server": open_server, "owner": open_owner}
-NUM_AT_ONCE = 2
+NUM_AT_ONCE = 3
 GONE_S = 2.0
 """How soon after the front's end every process of it must have ended."""
 
@@ -52,7 +53,7 @@ class Case(NamedTuple):
     def drawn(cls, draw: random.Random) -> Case:
         """Draw one; what would only be a stop asked for twice over is left out."""
         while True:
-            target, blow = draw.choice(TARGETS), draw.choice(BLOWS)
+            (target,), blow = draw.choices(TARGETS, WEIGHTS), draw.choice(BLOWS)
             if not (target == "all" and blow == "KILL"):  # nobody is left who could be asked anything
                 break
         front = draw.choice(list(FRONTS))
