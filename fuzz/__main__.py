@@ -7,7 +7,7 @@ import math
 from functools import partial
 
 from engine.scheduler.policy import POLICIES
-from fuzz import cancellations, driver, faults, http, kills, kv_cache, lifecycle, scheduler
+from fuzz import cancellations, driver, faults, http, kills, kv_cache, lifecycle, races, scheduler
 
 TARGETS = {
     "cancellations": cancellations.run,
@@ -16,6 +16,7 @@ TARGETS = {
     "kills": kills.run,
     "kv_cache": partial(driver.run, kv_cache.TARGET),
     "lifecycle": lifecycle.run,
+    "races": races.run,
     "scheduler": partial(driver.run, scheduler.TARGET),
 }
 

@@ -175,7 +175,7 @@ class Front(ABC):
         """Send the signals named by `blow` to `pids`, one after another; return what must come of it."""
         numbers = [signal.Signals[f"SIG{name}"] for name in blow]
         front = self.process.pid
-        is_handled = takes_signal(front, numbers[0])
+        is_handled = takes_signal(front, signal.SIGTERM)  # Python has one for SIGINT before we have
         engines = [pid for pid in pids if pid != front and pid in self.find("engine")]
         for index, number in enumerate(numbers):
             if index:

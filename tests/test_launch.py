@@ -302,12 +302,11 @@ async def test_a_stream_that_outlives_an_engine_that_did_not_stop_is_told(monkey
         errors.append(caught.value)
 
     with trio.fail_after(10), pytest.RaisesGroup(pytest.RaisesExc(EngineDeadError, match="did not stop")):
-        async with trio.open_nursery() as nursery:
-            async with engine.open_engine("null", null_step_ms=30000) as llm:
-                entered = trio.Event()
-                nursery.start_soon(read, llm, entered)
-                await entered.wait()
-                await trio.sleep(0.1)  # the step has begun
+        async with trio.open_nursery() as nursery, engine.open_engine("null", null_step_ms=30000) as llm:
+            entered = trio.Event()
+            nursery.start_soon(read, llm, entered)
+            await entered.wait()
+            await trio.sleep(0.1)  # the step has begun
     assert len(errors) == 1
 
 
