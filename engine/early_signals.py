@@ -30,12 +30,6 @@ def leave_signals() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def ignore_signals() -> None:
-    """Let neither signal change anything: Python's own end would give them their deadly meaning back."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
 def mark_begun() -> None:
     """Say that the program takes its signals itself; whatever comes after it has ended changes nothing."""
     global _has_begun

@@ -45,8 +45,8 @@ class Pace(NamedTuple):
     drain_tokens: int
 
 
-PACES = {"null": Pace(2, end_s=6, news_s=5, drain_tokens=200)}
-REAL_PACE = Pace(0, end_s=15, news_s=30, drain_tokens=12)
+PACES = {"null": Pace(2, end_s=15, news_s=5, drain_tokens=200)}
+REAL_PACE = Pace(0, end_s=30, news_s=30, drain_tokens=12)
 
 
 class Effect(NamedTuple):
