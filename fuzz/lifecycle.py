@@ -34,6 +34,8 @@ WEIGHTS = (4, 4, 1, 3)
 BLOWS = ("KILL", "TERM", "TERM TERM", "INT", "STOP CONT")
 FRONTS = {"server": open_server, "owner": open_owner}
 NUM_AT_ONCE = 3
+ROUND_S = 300.0
+"""A round that takes longer hangs."""
 GONE_S = 2.0
 """How soon after the front's end every process of it must have ended."""
 
@@ -120,7 +122,7 @@ async def play(case: Case, model: str) -> None:
         opening = FRONTS[case.front](model, Path(folder), case.num_streams, drains=case.phase == "drain")
         async with opening as front:
             try:
-                with trio.fail_after(60):
+                with trio.fail_after(ROUND_S):
                     await _play(case, front)
             except BaseException as error:
                 error.add_note("\n".join(["what the front said last:", *front.lines[-30:]]))
