@@ -26,7 +26,9 @@ from typing import NamedTuple
 
 import trio
 
-from fuzz.fronts import Front, open_owner, open_server
+from fuzz.fronts import Front
+from fuzz.owner_front import open_owner
+from fuzz.server_front import open_server
 
 PHASES = ("start", "load", "prefill", "decode", "drain", "stop")
 TARGETS = ("front", "engine", "reaper", "all")
