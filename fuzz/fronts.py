@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -88,7 +88,7 @@ class Front(ABC):
         self.code: int | None = None
         self.engine_pid: int | None = None
         self._watched: Watched | None = None
-        self._num_stops = 0
+        self.is_ending = False  # it was asked to before any blow
         self._news = trio.Event()
         self._output_ended = trio.Event()
 
@@ -99,8 +99,8 @@ class Front(ABC):
         """Bring it to a phase and wait a share of that phase, `after_s` of 0 to 1."""
 
     @abstractmethod
-    def codes_of_stop(self, numbers: list[int], *, is_handled: bool) -> frozenset[int]:
-        """Exit codes after these signals were sent to the front, all in all."""
+    def codes_of_stop(self, numbers: Sequence[int], *, is_handled: bool) -> frozenset[int]:
+        """Exit codes after these signals were sent to the front, beside an end that it was asked for before."""
 
     @abstractmethod
     def codes_of_death(self) -> frozenset[int]:
@@ -174,6 +174,7 @@ class Front(ABC):
         """Send the signals named by `blow` to `pids`, one after another; return what must come of it."""
         numbers = [signal.Signals[f"SIG{name}"] for name in blow]
         front = self.process.pid
+        orderly = frozenset({0} if self.is_ending else ())
         is_handled = takes_signal(front, signal.SIGTERM)  # Python has one for SIGINT before we have
         engines = [pid for pid in pids if pid != front and pid in self.find("engine")]
         for index, number in enumerate(numbers):
@@ -182,20 +183,15 @@ class Front(ABC):
             for pid in pids:
                 send(pid, number)
         if front in pids and "STOP" not in blow:
-            self._num_stops += len(numbers)
-            if signal.SIGKILL in numbers:
-                may_be_over = frozenset({0} if self._num_stops > len(numbers) else ())
-                return Effect(frozenset({-signal.SIGKILL}) | may_be_over, dead=front)
-            codes = self.codes_of_stop(
-                [*numbers] * (1 if self._num_stops == len(numbers) else 2), is_handled=is_handled
-            )
-            return Effect(codes, dead=front)
+            codes = frozenset({-signal.SIGKILL})
+            if signal.SIGKILL not in numbers:
+                codes = self.codes_of_stop(numbers, is_handled=is_handled)
+            return Effect(codes | orderly, dead=front)
         for engine in engines:
             if "STOP" not in blow and await self._dies(engine):
-                codes = self.codes_of_death()
-                return Effect(codes | frozenset({0}) if self._num_stops else codes, dead=engine)
-        if self._num_stops:
-            return Effect(frozenset({0}), dead=front)
+                return Effect(self.codes_of_death() | orderly, dead=engine)
+        if self.is_ending:
+            return Effect(orderly, dead=front)
         return Effect(frozenset(), is_harmless=True)
 
     async def _dies(self, pid: int) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -30,7 +31,7 @@ class OwnerFront(Front):
         await self.wait_for(self._is_under_way)
         await trio.sleep(after_s * 0.2)
         if phase != "decode":
-            self._num_stops += 1
+            self.is_ending = True
             assert self.process.stdin is not None
             await self.process.stdin.aclose()
             await trio.sleep(after_s * 0.1)
@@ -46,10 +47,9 @@ class OwnerFront(Front):
     def _streams_said(self) -> list[str]:
         return [words[2] for words in self._said("waits") if words[2].startswith("stream")]
 
-    def codes_of_stop(self, numbers: list[int], *, is_handled: bool) -> frozenset[int]:
+    def codes_of_stop(self, numbers: Sequence[int], *, is_handled: bool) -> frozenset[int]:
         """See `Front`."""
-        codes = self.TERM_DEFAULT if signal.SIGTERM in numbers else self.INT_DEFAULT
-        return codes | frozenset({0}) if self._num_stops > len(numbers) else codes
+        return self.TERM_DEFAULT if signal.SIGTERM in numbers else self.INT_DEFAULT
 
     def codes_of_death(self) -> frozenset[int]:
         """See `Front`."""

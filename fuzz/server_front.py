@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -60,14 +60,14 @@ class ServerFront(Front):
         await self.wait_for(lambda: all(stream.num_chunks for stream in self._streams))
         await trio.sleep(after_s * 0.2)
         if phase != "decode":
-            self._num_stops += 1
+            self.is_ending = True
             self.process.send_signal(signal.SIGTERM)
             await trio.sleep(after_s * 0.1)
 
-    def codes_of_stop(self, numbers: list[int], *, is_handled: bool) -> frozenset[int]:
+    def codes_of_stop(self, numbers: Sequence[int], *, is_handled: bool) -> frozenset[int]:
         """See `Front`."""
         codes = {0}
-        if len(numbers) > 1:
+        if len(numbers) > 1 or self.is_ending:
             codes |= {128 + number for number in numbers}
         if not is_handled:
             codes |= self.TERM_DEFAULT if numbers[0] == signal.SIGTERM else self.INT_DEFAULT
