@@ -115,6 +115,18 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
     null_step_ms: Annotated[
         float, Meta(description="time a step of the null model takes, in milliseconds", ge=0, le=60000)
     ] = 0.0
+    step_timeout: Annotated[
+        float,
+        Meta(
+            description="seconds without a finished step, work pending, after which the engine ends; 0 for never",
+            ge=0,
+            le=1e6,
+        ),
+    ] = 300.0
+    log_iterations: Annotated[bool, Meta(description="log a line for every step")] = False
+    profile_dir: (
+        Annotated[str, Meta(description="folder for the traces that start_profile and stop_profile write")] | None
+    ) = None
     shutdown_timeout: Annotated[
         float, Meta(description="seconds that running requests may go on after a stop; 0 aborts them", ge=0)
     ] = 0.0
@@ -172,6 +184,9 @@ class ServeConfig(_Settings, frozen=True, kw_only=True):
         Annotated[str, Meta(description="the name under which the model is served; its own when unset")] | None
     ) = None
     root_path: Annotated[str, Meta(description="path under which a proxy shows the server, such as /llm")] = ""
+    enable_operations: Annotated[
+        bool, Meta(description="answer /pause, /sleep and their like also without a key or a unix socket")
+    ] = False
 
     def check_together(self) -> None:
         """Check the forms of names and paths."""

@@ -287,6 +287,11 @@ class EngineCore:
         self._scheduler.pause = None
 
     @property
+    def pause_mode(self) -> PauseMode | None:
+        """The pause that was asked for and not undone, whether or not it has taken effect."""
+        return self._scheduler.pause
+
+    @property
     def is_paused(self) -> bool:
         """Whether a pause has taken effect: no plan is in flight and, unless frozen, nothing runs."""
         mode = self._scheduler.pause

@@ -18,33 +18,26 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
 import trio
 
-import engine
 from engine.config import EngineConfig
-from engine.errors import Cause, EngineDeadError
+from engine.errors import EngineDeadError
 from engine.executor.inline import InlineExecutor
 from engine.executor.runners import make_runner
-from engine.protocol import (
-    PROTOCOL_VERSION,
-    ClientMessage,
-    Configure,
-    EngineHello,
-    EngineMessage,
-    EngineReady,
-)
+from engine.handshake import FOLDER_PREFIX, TERM_GRACE_S, check_hello, death_of, engine_argv, engine_name, identity_of
+from engine.protocol import ClientMessage, Configure, EngineHello, EngineMessage, EngineReady
 from engine.server import EngineCoreServer
-from engine.task_tree import answer_signals
+from engine.task_tree import answer_signals, telling
+from engine.watchdog import own_alarm
 from transport.channel import ReceiveChannel, RouterReceiveChannel, SendChannel
 from transport.codec import DecodeError
 from transport.folder import open_folder
-from transport.process import Child, describe_exit, open_child
+from transport.process import Child, open_child
 from transport.services import open_services
 from transport.zmq_socket import SocketKind, ZmqSocket, open_context
 
@@ -52,28 +45,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TERM_GRACE_S = 2.0
-"""How long an engine process may take to exit after its last word, before it is killed."""
 SWITCH_INTERVAL_S = 2e-4
 """How long a thread may keep the GIL from another: at the default 5 ms a busy thread starves the step loop."""
-FOLDER_PREFIX = "metronome-sockets-"
-"""Of the folders for sockets, in the folder for temporary files; after a kill the next start removes what is left."""
 MAX_RECEIVED = 256
 """Messages taken from a socket in one go."""
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-
-_ROOT = str(Path(engine.__file__).parent.parent)
-# -P and the explicit path: the child imports this very engine, whatever folder it is started in.
-# The guard stands before the engine's imports, in which its parent may die too.
-_MAIN = (
-    f"import sys; sys.path.insert(0, {_ROOT!r}); from transport.process import child_guard; child_guard(); "
-    "from engine.engine_process import main; main()"
-)
-
-
-def identity_of(engine_index: int) -> bytes:
-    """Return the ZMQ identity of the engine with this rank."""
-    return engine_index.to_bytes(2, "little")
 
 
 # -- the front's side ------------------------------------------------------------------------------------------------
@@ -85,9 +61,10 @@ class ProcessConnection:
     def __init__(self, child: Child, router: ZmqSocket, pull: ZmqSocket, engine_index: int) -> None:
         """Join the sockets to `child`; all belong to whoever opened them."""
         self._child = child
-        self._identity = identity_of(engine_index)
+        self._engine_index = engine_index
+        self._router = router
         self._hellos = RouterReceiveChannel[EngineHello](router, EngineHello, on_bad_message=_report_bad_message)
-        self._sender = SendChannel[ClientMessage](router, to=self._identity)
+        self._sender = SendChannel[ClientMessage](router, to=identity_of(engine_index))
         self._receiver = ReceiveChannel[EngineMessage](pull, EngineMessage, on_bad_message=_report_bad_message)
         self._early: list[EngineMessage] = []
         self._death: EngineDeadError | None = None
@@ -115,19 +92,20 @@ class ProcessConnection:
     async def greet(self, config: EngineConfig) -> None:
         """Wait for the engine's hello, answer with its configuration, and wait until its other socket has spoken."""
         identity, hello = await self._unless_dead(self._hellos.receive)
-        if identity != self._identity or hello.version != PROTOCOL_VERSION:
-            raise EngineDeadError(
-                Cause("ProtocolError", f"{self._child.name} said {hello} under the name {identity.hex()}")
-            )
+        check_hello(self._engine_index, identity, hello)
         self.send(Configure(config))
         self._early = await self.receive()
 
     async def watch(self) -> None:
         """Wait for the process's end and make every wait learn of it."""
         status = await self._child.wait()
-        message = describe_exit(self._child.name, status, self._child.stderr_tail)
-        self._death = EngineDeadError(Cause("EngineDied", message, exit_status=status))
+        self._death = death_of(self._engine_index, status, self._child.stderr_tail)
         self._waiting.cancel()
+
+    def describe(self) -> Iterator[str]:
+        """Yield whether the process lives, and what its socket has to write."""
+        yield "alive" if self._death is None else f"dead: {self._death}"
+        yield from _describe_sockets({"requests": self._router})
 
     async def _unless_dead(self, wait: Callable[[], Awaitable[T]]) -> T:
         """Race `wait` against the process's end. For one task at a time."""
@@ -145,21 +123,27 @@ async def connect_process(config: EngineConfig, engine_index: int = 0) -> AsyncI
     Raises:
         EngineDeadError: The process ended before it said hello.
     """
-    name = f"engine-{engine_index}"
     with open_folder(FOLDER_PREFIX) as folder:
         async with open_context() as context:
             router = ZmqSocket(context, SocketKind.ROUTER)
             pull = ZmqSocket(context, SocketKind.PULL)
             async with router, pull:
                 addresses = router.bind(f"ipc://{folder}/requests"), pull.bind(f"ipc://{folder}/outputs")
-                argv = [sys.executable, "-P", "-c", _MAIN, str(engine_index), *addresses]
+                argv, name = engine_argv(engine_index, *addresses), engine_name(engine_index)
                 opened = open_child(name, argv, term_grace_s=TERM_GRACE_S, orphaned_folders=[folder])
                 async with opened as child, open_services() as services:
                     connection = ProcessConnection(child, router, pull, engine_index)
                     services.start_soon(connection.watch)
                     await connection.greet(config)
                     shutil.rmtree(folder)  # both ends are connected: from here on no kill can leave it behind
-                    yield connection
+                    with telling(f"{name}, process {child.pid}", connection.describe):
+                        yield connection
+
+
+def _describe_sockets(sockets: Mapping[str, ZmqSocket]) -> Iterator[str]:
+    """Yield how much each socket still has to write of what it was given without a copy."""
+    for name, socket in sockets.items():
+        yield f"{name}: {socket.num_pending} messages pending, {socket.pending_bytes} bytes"
 
 
 def _report_bad_message(error: DecodeError) -> None:
@@ -202,11 +186,13 @@ async def _run(engine_index: int, request_address: str, output_address: str) -> 
 
             executor = InlineExecutor(partial(make_runner, config))
             receive = partial(receiver.receive_many, MAX_RECEIVED)
-            server = EngineCoreServer(config, executor, receive, send, engine_index=engine_index)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(answer_signals)
-                cause = await server.run()
-                nursery.cancel_scope.cancel()
+            alarm = own_alarm()
+            server = EngineCoreServer(config, executor, receive, send, engine_index=engine_index, alarm=alarm)
+            with telling("sockets", partial(_describe_sockets, {"requests": dealer, "outputs": push})):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(answer_signals)
+                    cause = await server.run()
+                    nursery.cancel_scope.cancel()
             return 0 if cause is None else 1
 
 

@@ -13,6 +13,9 @@
     │   ├── NotFound 404
     │   ├── QueueFull 429
     │   └── RequestAborted 499    the request was aborted by someone other than the waiter
+    │       └── EngineStopping 503    the engine takes nothing new
+    ├── UtilityError              one verb failed, alone; `cause` says whose fault
+    │   └── UtilityTimeout 504    no answer came in time
     └── EngineDeadError 503       the engine itself, with its cause
         └── ExecutorDead          its worker thread or a rank
 
@@ -36,6 +39,8 @@ class Cause(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
         traceback: The traceback as text, for the log; empty where there was none.
         phase: The start phase that failed, empty once the engine was ready.
         exit_status: The exit status of a process that died, or minus the signal that killed it.
+        causes: What led to it (`raise ... from`, a dead engine's own cause) and, from an exception group, what failed
+            beside it; a few levels deep.
     """
 
     type: str
@@ -43,17 +48,39 @@ class Cause(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
     traceback: str = ""
     phase: str = ""
     exit_status: int | None = None
+    causes: tuple[Cause, ...] = ()
 
     @classmethod
     def of(cls, error: BaseException, phase: str = "") -> Cause:
-        """Describe `error`, unwrapping exception groups to the one failure that explains the rest."""
-        root = root_cause(error)
-        text = "".join(traceback.format_exception(root))
-        return cls(type(root).__name__, str(root) or type(root).__name__, text, phase)
+        """Describe `error`; of an exception group the one failure that explains the rest, with the rest in `causes`."""
+        return _describe(error, phase, MAX_DEPTH)
 
     def __str__(self) -> str:
         where = f" (while starting: {self.phase})" if self.phase else ""
         return f"{self.type}: {self.message}{where}"
+
+
+MAX_DEPTH = 3
+"""Levels of causes below the first that are told."""
+MAX_BESIDE = 8
+"""Failures beside the first that are told."""
+MAX_TRACEBACK_CHARS = 20_000
+"""Of a traceback, its end."""
+
+
+def _describe(error: BaseException, phase: str, depth: int) -> Cause:
+    root = root_cause(error)
+    causes: list[Cause] = []
+    exit_status = None
+    if isinstance(root, EngineDeadError):
+        causes, exit_status = [root.cause], root.cause.exit_status
+    if depth:
+        led_to_it = [root.__cause__] if root.__cause__ is not None else []
+        beside = [leaf for leaf in _leaves(error) if leaf is not root and type(leaf).__name__ != "Cancelled"]
+        causes += [_describe(other, "", depth - 1) for other in led_to_it + beside[:MAX_BESIDE]]
+    text = "".join(traceback.format_exception(root))[-MAX_TRACEBACK_CHARS:]
+    name = type(root).__name__
+    return Cause(name, str(root) or name, text, phase, exit_status, tuple(causes))
 
 
 class MetronomeError(Exception):
@@ -113,6 +140,47 @@ class RequestAborted(RequestError):
     status_hint = 499
 
 
+class EngineStopping(RequestAborted):
+    """The engine is being shut down: nothing was started; ask another one, or later."""
+
+    status_hint = 503
+
+
+class UtilityError(MetronomeError):
+    """A call of one verb failed; the engine runs on. `cause` has type and message of what went wrong."""
+
+    def __init__(self, verb: str, cause: Cause) -> None:
+        """Name the `verb` that failed for `cause`."""
+        super().__init__(f"Call to {verb} failed: {cause.type}: {cause.message}")
+        self.cause = cause
+        self.status_hint = _UTILITY_STATUS.get(cause.type, 500)
+
+
+class UtilityTimeout(UtilityError, TimeoutError):
+    """The caller's time was over before the answer came; what was asked for may still be done."""
+
+    def __init__(self, verb: str, timeout_s: float) -> None:
+        """Name the `verb` that was not answered within `timeout_s`."""
+        super().__init__(verb, Cause("UtilityTimeout", f"no answer within {timeout_s:g} seconds; it may still come"))
+
+
+_UTILITY_STATUS = {
+    "ValueError": 400,
+    "NotEnabled": 400,
+    "EngineStopping": 503,
+    "UtilityTimeout": 504,
+}
+"""What HTTP says to a failed verb, by the type of its cause."""
+
+
+class StepTimeout(MetronomeError):
+    """Work was pending and no step ended in time: the engine ends."""
+
+
+class NotEnabled(MetronomeError):
+    """What was asked for is switched off, or not built, in this engine."""
+
+
 class EngineDeadError(MetronomeError):
     """The engine has ended; every waiter gets this with the same cause."""
 
@@ -150,8 +218,9 @@ def root_cause(error: BaseException) -> BaseException:
     leaves.sort(key=lambda leaf: type(leaf).__name__ in follow_ups)
     first, *rest = leaves
     for other in rest:
-        if type(other).__name__ != "Cancelled":
-            first.add_note(f"also failed: {type(other).__name__}: {other}")
+        note = f"also failed: {type(other).__name__}: {other}"
+        if type(other).__name__ != "Cancelled" and note not in getattr(first, "__notes__", ()):
+            first.add_note(note)
     return first
 
 

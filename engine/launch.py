@@ -2,22 +2,34 @@
 
 With isolation="process" the engine is a child joined by ZMQ (engine_process.py); with isolation="thread" the same
 server runs here over memory channels, and only its executor has a thread. The client cannot tell which it has.
+Without Trio the engine is a child, or runs in the caller's own thread.
+
+`make_client` chooses::
+
+                 isolation "none"     "thread"                   "process"
+    Trio                              AsyncMPClient, channels    AsyncMPClient, ZMQ
+    no Trio      InprocClient                                    SyncMPClient
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import trio
 
 from engine.client.async_llm import AsyncLLM
 from engine.client.asynchronous import AsyncMPClient, Connection
+from engine.client.inproc import InprocClient
+from engine.client.sync import SyncMPClient
+from engine.client.synchronous import SynchronousClient
 from engine.config import EngineConfig
+from engine.core import EngineCore
 from engine.engine_process import SWITCH_INTERVAL_S, connect_process
 from engine.errors import Cause, ConfigError, EngineDeadError, startup_error
 from engine.executor.base import Progress
@@ -59,9 +71,7 @@ async def open_engine(
     config = EngineConfig.of(**settings) if model is None else EngineConfig.of(model=model, **settings)
     if data_parallel_size != 1:
         raise ConfigError(f"data_parallel_size must be 1 in this version, got {data_parallel_size}")
-    connect = _CONNECT.get(isolation)
-    if connect is None:
-        raise ConfigError(f"isolation must be one of {', '.join(_CONNECT)}, got {isolation!r}")
+    check_face(isolation, trio=True)
     progress = progress or _ignore_progress
     token = trio.lowlevel.current_trio_token()
 
@@ -74,10 +84,8 @@ async def open_engine(
 
     files = await trio.to_thread.run_sync(open_model, config, from_thread, wait)
     with _short_switch_interval():
-        async with connect(files.config) as connection:
-            ready = await _handshake(connection, progress)
-            client = AsyncMPClient(files.config, ready, connection)
-            llm = AsyncLLM(client, files.tokenizer, files.config, ready, files.name)
+        async with make_client(files.config, isolation=isolation, trio=True, progress=progress) as client:
+            llm = AsyncLLM(client, files.tokenizer, files.config, client.ready, files.name)
             async with open_services() as services:
                 services.start_soon(llm.run)
                 try:
@@ -87,6 +95,61 @@ async def open_engine(
                         failure = await llm.aclose(STOP_TIMEOUT_S)
                 if failure is not None:  # and the body has ended well: nobody knows yet
                     raise failure
+
+
+@overload
+def make_client(
+    config: EngineConfig, *, isolation: str, trio: Literal[True], progress: Progress = ...
+) -> AbstractAsyncContextManager[AsyncMPClient]: ...
+
+
+@overload
+def make_client(
+    config: EngineConfig, *, isolation: str, trio: Literal[False], progress: Progress = ...
+) -> SynchronousClient: ...
+
+
+def make_client(
+    config: EngineConfig, *, isolation: str, trio: bool, progress: Progress | None = None
+) -> AbstractAsyncContextManager[AsyncMPClient] | SynchronousClient:
+    """Start an engine and return its face; nobody else chooses one. `config` is as `open_model` returned it.
+
+    Under Trio the face is what entering gives, and leaving closes it; whoever enters must have stopped the engine
+    before. Without Trio it is there at once, and `shutdown` closes it.
+
+    Raises:
+        ConfigError: There is no face for these two, or the engine cannot be started as `config` asks.
+        ModelError: The model cannot be served.
+        EngineDeadError: The engine died while starting.
+    """
+    check_face(isolation, trio)
+    progress = progress or _ignore_progress
+    if trio:
+        return _open_asynchronous(config, isolation, progress)
+    return SyncMPClient(config, progress) if isolation == "process" else _make_inproc(config, progress)
+
+
+def check_face(isolation: str, trio: bool) -> None:
+    """Refuse what `make_client` has no face for, before a model is looked for; raises ConfigError."""
+    known = _CONNECT if trio else _WITHOUT_TRIO
+    if isolation not in known:
+        raise ConfigError(
+            f"isolation={isolation!r} with trio={trio}: no client has both; {'with' if trio else 'without'} Trio, "
+            f"isolation is one of {', '.join(known)}"
+        )
+
+
+@asynccontextmanager
+async def _open_asynchronous(config: EngineConfig, isolation: str, progress: Progress) -> AsyncIterator[AsyncMPClient]:
+    async with _CONNECT[isolation](config) as connection:
+        yield AsyncMPClient(config, await _handshake(connection, progress), connection)
+
+
+def _make_inproc(config: EngineConfig, progress: Progress) -> InprocClient:
+    runner = make_runner(config)
+    capacity = runner.start(progress)
+    core = EngineCore(config, capacity, hash_salt=(config.prefix_hash_seed or "").encode())
+    return InprocClient(config, EngineReady.of(capacity, engine_index=0, pid=os.getpid()), core, runner)
 
 
 def _ignore_progress(phase: str, done: int, total: int) -> None:
@@ -167,6 +230,7 @@ async def _receive_all(channel: trio.MemoryReceiveChannel[Message]) -> list[Mess
     return received
 
 
+_WITHOUT_TRIO = ("none", "process")
 _CONNECT: dict[str, Callable[[EngineConfig], AbstractAsyncContextManager[Connection]]] = {
     "process": connect_process,
     "thread": _connect_thread,

@@ -10,7 +10,7 @@
 The step task alone touches the core. Before each plan it takes everything that waits; between a result and its commit
 it takes what came meanwhile, so that an abort is early yet never overtakes its own add. Plans may be in flight up to
 the executor's depth; commits come in plan order. Where there is work and no plan, it waits for the message that ends
-that state. Nothing here polls.
+that state. Nothing here polls; a step that does not end is the watchdog's business (watchdog.py).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from typing import NamedTuple
 
 import trio
@@ -28,32 +28,39 @@ from engine.core import EngineCore
 from engine.errors import Cause, ConfigError, ExecutorDead, ModelError
 from engine.executor.base import Execution, Executor
 from engine.metrics import SchedulerStats
+from engine.operations import Operations
 from engine.outputs import SchedulerOutput
 from engine.protocol import (
     AbortReason,
     AbortRequest,
     Acknowledge,
     ClientMessage,
+    Drain,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineDead,
     EngineMessage,
     EngineReady,
     EngineStopped,
-    Pause,
-    ResetPrefixCache,
-    Resume,
     Shutdown,
     StartProgress,
     UtilityCall,
-    UtilityResult,
 )
+from engine.step_failures import StepFailures
+from engine.step_log import describe_plan
+from engine.task_tree import report, telling, write_report, write_stacks
+from engine.utilities import Utilities
+from engine.verbs import WakeUp
+from engine.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
 teardown = logging.getLogger("teardown")
 
 LAST_WORD_TIMEOUT_S = 5.0
 """How long an engine that ends waits for its last word to be acknowledged."""
+
+NOBODYS_CALL = 0
+"""The id of a call that the server makes itself; clients count from 1."""
 
 Receive = Callable[[], Awaitable[list[ClientMessage]]]
 Send = Callable[[EngineMessage], None]
@@ -62,15 +69,23 @@ Send = Callable[[EngineMessage], None]
 class _InFlight(NamedTuple):
     plan: SchedulerOutput
     execution: Execution
+    launched_s: float
 
 
 class EngineCoreServer:
     """One engine: executor, core and the tasks that join them to a client. `run` is its whole life."""
 
     def __init__(
-        self, config: EngineConfig, executor: Executor, receive: Receive, send: Send, *, engine_index: int = 0
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        receive: Receive,
+        send: Send,
+        *,
+        engine_index: int = 0,
+        alarm: Callable[[float], object] = lambda seconds: None,
     ) -> None:
-        """Own `executor` from `run` on. `receive` waits for messages, `send` never waits."""
+        """Own `executor` from `run` on. `receive` waits for messages, `send` never waits; `alarm`: see `Watchdog`."""
         self._config = config
         self._executor = executor
         self._receive = receive
@@ -80,14 +95,15 @@ class EngineCoreServer:
         self._waiting: deque[ClientMessage] = deque()
         self._woken = trio.Event()
         self._acknowledged = trio.Event()
+        self._is_draining = False
         self._is_stopping = False
-        self._pausing: list[UtilityCall] = []
-        self._results: list[UtilityResult] = []
+        self._in_flight: deque[_InFlight] = deque()
+        self._watchdog = Watchdog(config.step_timeout, alarm)
         self._outbox_send, self._outbox_receive = trio.open_memory_channel[EngineMessage](float("inf"))
         self._told_stats: SchedulerStats | None = None
-        self._failed_last_step = False
-        self._newest_step = 0
-        self._follows_failure_until = 0
+        self._failures = StepFailures()
+        self._ended_step = 0
+        self._ended_step_s = 0.0
 
     async def run(self) -> Cause | None:
         """Start, serve until told to stop, say the last word, free everything. Returns what ended it, None if asked.
@@ -113,8 +129,11 @@ class EngineCoreServer:
         try:
             core = await self._start()
             async with trio.open_nursery() as nursery:
+                self._operations = Operations(core, report)
+                self._utilities = Utilities(core, self._operations, self._executor, nursery, self._wake)
                 nursery.start_soon(self._send_task)
-                nursery.start_soon(self._step_task, core)
+                with telling(f"engine {self._engine_index}", lambda: self._describe(core)):
+                    await self._watched(core)
         except Exception as error:  # the step's door: whatever broke is the engine's end, with its cause
             cause = Cause.of(error, self._phase)
             # What the operator can mend is told by the front, in one line.
@@ -164,24 +183,44 @@ class EngineCoreServer:
         while self._outbox_receive.statistics().current_buffer_used:
             self._send(self._outbox_receive.receive_nowait())
 
-    async def _step_task(self, core: EngineCore) -> None:
-        in_flight: deque[_InFlight] = deque()
-        depth = core.capacity.max_concurrent_plans
+    async def _watched(self, core: EngineCore) -> None:
+        """Run the step task to its end, or until the watchdog has enough of it."""
         with self._outbox_send:
-            while True:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._watchdog.run, self._give_up)
+                async with trio.open_nursery() as steps:
+                    steps.start_soon(self._step_task, core)
+                nursery.cancel_scope.cancel()
+
+    def _give_up(self) -> None:
+        """Show what hangs, and do not wait for it any more."""
+        write_report()
+        write_stacks()
+        self._executor.abandon()
+
+    async def _step_task(self, core: EngineCore) -> None:
+        in_flight = self._in_flight
+        depth = core.capacity.max_concurrent_plans
+        while True:
+            self._watchdog.expect(True)
+            self._take_inputs(core)
+            self._utilities.settle()
+            while len(in_flight) < depth and (plan := core.plan(trio.current_time())) is not None:
+                in_flight.append(_InFlight(plan, self._executor.execute(plan), trio.current_time()))
+                in_flight[-1].execution.sample(core.grammar_masks(plan))
+                self._failures.launched(plan)
                 self._take_inputs(core)
-                while len(in_flight) < depth and (plan := core.plan(trio.current_time())) is not None:
-                    in_flight.append(_InFlight(plan, self._executor.execute(plan)))
-                    in_flight[-1].execution.sample(core.grammar_masks(plan))
-                    self._newest_step = plan.step
-                    self._take_inputs(core)
-                self._tell(core, is_quiet=not in_flight)
-                if in_flight:
-                    await self._finish(core, in_flight.popleft())
-                elif self._is_stopping and not core.has_work:
-                    return
-                else:
-                    await self._wait_for_input(core.next_deadline)
+            self._tell(core, is_quiet=not in_flight)
+            self._watchdog.expect(bool(in_flight) or (core.has_work and core.waits_for is None))
+            if in_flight:
+                await self._finish(core, in_flight[0])
+            elif self._is_stopping and not (core.has_work or self._utilities.num_on_runner):
+                return
+            else:
+                await self._wait_for_input(core.next_deadline)
+
+    def _wake(self) -> None:
+        self._woken.set()
 
     async def _wait_for_input(self, deadline: float) -> None:
         if not self._waiting:
@@ -194,31 +233,24 @@ class EngineCoreServer:
         try:
             output = await step.execution.result()
         except ExecutorDead:
+            logger.error("the executor was lost in %s", describe_plan(step.plan, len(self._in_flight)))
             raise
         except Exception as error:  # the step's door
-            self._fail(core, step.plan, error)
+            self._failures.failed(core, step.plan, error, len(self._in_flight))
         else:
-            self._failed_last_step &= not step.plan.requests
+            self._failures.succeeded(step.plan)
             self._take_inputs(core)
-            core.commit(step.plan, output, trio.current_time())
+            ended_s = trio.current_time()
+            core.commit(step.plan, output, ended_s)
+            if self._config.log_iterations:
+                took_ms = 1000 * (ended_s - step.launched_s)
+                logger.info("%s; %.2f ms", describe_plan(step.plan, len(self._in_flight)), took_ms)
+            if self._operations.trace is not None:
+                self._operations.trace.add(step.plan, output, step.launched_s, ended_s)
+        self._in_flight.popleft()
+        self._ended_step, self._ended_step_s = step.plan.step, trio.current_time()
+        self._watchdog.step_ended()
         self._tell(core, step.plan.step)
-
-    def _fail(self, core: EngineCore, plan: SchedulerOutput, error: Exception) -> None:
-        """End the requests of a failed step; the second in a row ends the engine.
-
-        A plan that was in flight behind a failed one rests on what that one did not compute: it failing too says
-        nothing, and costs nobody.
-        """
-        if plan.step <= self._follows_failure_until:
-            core.fail(plan, Cause.of(error), [])
-            return
-        if self._failed_last_step:
-            raise error
-        self._failed_last_step = True
-        self._follows_failure_until = self._newest_step
-        logger.error("step %d failed", plan.step, exc_info=error)
-        newest = [plan.requests[-1].request_id] if isinstance(error, MemoryError) and plan.requests else None
-        core.fail(plan, Cause.of(error), newest)
 
     # -- messages ------------------------------------------------------------------------------------------------
 
@@ -231,9 +263,12 @@ class EngineCoreServer:
                 case AbortRequest():
                     core.abort(message.request_ids, message.reason)
                 case UtilityCall():
-                    self._run_verb(core, message)
+                    self._utilities.begin(message)
+                case Drain():
+                    self._drain(core)
                 case Shutdown():
-                    self._is_stopping = True
+                    self._is_draining = self._is_stopping = True
+                    self._utilities.stop()
                     teardown.debug("intake closed")
                     core.resume()
                     core.abort_all(AbortReason.SHUTDOWN)
@@ -246,30 +281,17 @@ class EngineCoreServer:
         except ValueError:
             logger.exception("request %s was not added", request.request_id)
             return
-        if self._is_stopping:
+        if self._is_draining:
             core.abort([request.request_id], AbortReason.SHUTDOWN)
 
-    def _run_verb(self, core: EngineCore, call: UtilityCall) -> None:
-        try:
-            value = None
-            match call.verb:
-                case ResetPrefixCache(reset_running):
-                    value = core.reset_prefix_cache(reset_running)
-                case Pause(mode):
-                    core.pause(mode)
-                    self._pausing.append(call)
-                    return
-                case Resume():
-                    core.resume()
-                    self._answer_pauses(Cause("Resumed", "resumed before the pause was complete"))
-        except Exception as error:  # a call that fails, fails alone
-            self._results.append(UtilityResult(call.call_id, failure=Cause.of(error)))
+    def _drain(self, core: EngineCore) -> None:
+        """Take nothing new; what waits runs, for nobody could resume or wake the engine up any more."""
+        self._is_draining = True
+        if self._operations.asleep:
+            self._utilities.begin(UtilityCall(NOBODYS_CALL, WakeUp()))
         else:
-            self._results.append(UtilityResult(call.call_id, value))
-
-    def _answer_pauses(self, failure: Cause | None) -> None:
-        self._results.extend(UtilityResult(call.call_id, failure=failure) for call in self._pausing)
-        self._pausing.clear()
+            core.resume()
+        self._utilities.stop()
 
     def _tell(self, core: EngineCore, step: int = 0, *, is_quiet: bool = False) -> None:
         """Queue whatever the core has to say; statistics go with it, whenever a step was done, and before it is quiet.
@@ -277,13 +299,10 @@ class EngineCoreServer:
         Without the last the queue of a paused engine would grow unseen.
         """
         stats = core.stats()
-        if core.is_paused:
-            self._answer_pauses(None)
-        outputs = core.take_outputs()
-        if not (step or outputs or self._results or (is_quiet and stats != self._told_stats)):
+        outputs, results = core.take_outputs(), self._utilities.take_results()
+        if not (step or outputs or results or (is_quiet and stats != self._told_stats)):
             return
         self._told_stats = stats
-        results, self._results = self._results, []
         self._outbox_send.send_nowait(
             EngineCoreOutputs(
                 engine_index=self._engine_index,
@@ -294,3 +313,22 @@ class EngineCoreServer:
                 timestamp=trio.current_time(),
             )
         )
+
+    def _describe(self, core: EngineCore) -> Iterator[str]:
+        """Yield what one asks first when this engine hangs."""
+        stats, now = core.stats(), trio.current_time()
+        state = "stopping" if self._is_stopping else "draining" if self._is_draining else "alive"
+        paused = f", paused ({core.pause_mode})" if core.pause_mode else ""
+        asleep = f", asleep: {', '.join(sorted(self._operations.asleep))}" if self._operations.asleep else ""
+        ended = f"last step {self._ended_step} ended {now - self._ended_step_s:.3f} s ago"
+        yield f"{state}{paused}{asleep}; {ended if self._ended_step else 'no step yet'}"
+        yield (
+            f"queues: {stats.num_running} running, {stats.num_waiting} waiting, {len(self._waiting)} messages in the "
+            f"inbox, {self._outbox_receive.statistics().current_buffer_used} in the outbox"
+        )
+        yield f"blocks: {stats.num_used_blocks} of {stats.num_kv_blocks} in use"
+        yield f"calls: {self._utilities.num_pausing} wait for a pause, {self._utilities.num_on_runner} for the runner"
+        for step in self._in_flight:
+            yield f"in flight for {now - step.launched_s:.3f} s: {describe_plan(step.plan, len(self._in_flight))}"
+        if core.waits_for is not None and not self._in_flight:
+            yield f"no step is possible: the core waits for {core.waits_for}"

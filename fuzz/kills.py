@@ -24,7 +24,7 @@ from pathlib import Path
 
 import trio
 
-from engine.engine_process import FOLDER_PREFIX
+from engine.handshake import FOLDER_PREFIX
 from fuzz.http import Target, get, post, serving
 from transport.folder import remove_orphans
 

@@ -8,7 +8,7 @@ import msgspec
 from quart import Response, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
 
-from engine.errors import Cause, EngineDeadError, MetronomeError, RequestError
+from engine.errors import Cause, EngineDeadError, MetronomeError, RequestError, UtilityError
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +63,8 @@ def describe(error: Exception) -> tuple[int, bytes]:
         return error.status_hint, error_body(error.status_hint, str(error), param=error.param, code=code)
     if isinstance(error, EngineDeadError):
         return error.status_hint, error_body(error.status_hint, f"the engine has ended: {error.cause}")
+    if isinstance(error, UtilityError):
+        return error.status_hint, error_body(error.status_hint, str(error))
     if isinstance(error, HTTPException) and error.code is not None:
         return error.code, error_body(error.code, _explain(error))
     if isinstance(error, MetronomeError):

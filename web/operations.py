@@ -1,4 +1,4 @@
-"""What operators and their probes ask: health, version, metrics, the list of models."""
+"""What probes and dashboards ask: health, load, version, metrics, the list of models."""
 
 from __future__ import annotations
 
@@ -21,6 +21,11 @@ async def health(state: ServerState) -> Response:
     if state.is_healthy:
         return Response("", 200)
     return Response("", 503, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+async def load(state: ServerState) -> Response:
+    """How many generation requests are open."""
+    return _json({"server_load": state.num_open_requests})
 
 
 async def version(state: ServerState) -> Response:

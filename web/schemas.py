@@ -7,7 +7,7 @@ value that asks for nothing. `null` always means the default.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
@@ -233,7 +233,12 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
+
+class _Checked(Protocol):
+    def check(self) -> None: ...
+
+
+RequestT = TypeVar("RequestT", bound=_Checked)
 
 
 def decode_chat_completion(body: bytes) -> ChatCompletionRequest:
@@ -273,6 +278,11 @@ def _drop_neutral(fields: dict[str, Any], not_built: Neutral, where: str) -> Non
         neutral = not_built[name]
         if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
             raise InvalidRequest(f"{where}{name} is not supported yet; leave it out", param=where + name)
+
+
+def decode_fields(body: bytes, kind: type[RequestT]) -> RequestT:
+    """Decode and check a body of `kind`; raises InvalidRequest naming the field at fault."""
+    return _convert(_decode_object(body), kind)
 
 
 def _convert(fields: dict[str, Any], kind: type[RequestT]) -> RequestT:

@@ -17,7 +17,6 @@ import logging
 import resource
 import socket
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,6 @@ from quart_trio import QuartTrio
 
 from engine.client.async_llm import AsyncLLM
 from engine.config import ServeConfig
-from engine.errors import EngineDeadError
 from web.access import api_key_of
 from web.app import MAX_BODY_BYTES, create_app
 from web.guard import Connection
@@ -87,7 +85,15 @@ async def serve(
     config = ServeConfig() if config is None else config
     state = ServerState(engine, model_name=config.served_model_name) if state is None else state
     drain_s = engine.config.shutdown_timeout if drain_s is None else drain_s
-    app = create_app(state, max_body_bytes=max_body_bytes, api_key=api_key_of(config), root_path=config.root_path)
+    api_key = api_key_of(config)
+    is_private = all(listener.socket.family == socket.AF_UNIX for listener in listeners)
+    app = create_app(
+        state,
+        max_body_bytes=max_body_bytes,
+        api_key=api_key,
+        root_path=config.root_path,
+        operations_open=config.enable_operations or api_key is not None or is_private,
+    )
     server = _Server(app)
     async with trio.open_nursery() as connections:
         async with trio.open_nursery() as accepting:
@@ -106,11 +112,9 @@ async def serve(
 async def _end_streams(server: _Server, state: ServerState, drain_s: float) -> None:
     state.stop()
     teardown.debug("probes and new work get 503")
-    async with trio.open_nursery() as draining:
-        if drain_s > 0:
-            draining.start_soon(_resume, state.engine)
-        await _wait_streams(state, drain_s)
-        draining.cancel_scope.cancel()
+    if drain_s > 0:
+        state.engine.drain()
+    await _wait_streams(state, drain_s)
     state.abort_all()
     with trio.move_on_after(READ_GRACE_S):
         await state.wait_idle()
@@ -120,12 +124,6 @@ async def _end_streams(server: _Server, state: ServerState, drain_s: float) -> N
         state.give_up(ABORT_GRACE_S)
         await _wait_streams(state, READ_GRACE_S, also_dead=True)
     teardown.debug("streams ended, %d cut", state.num_open_requests)
-
-
-async def _resume(engine: AsyncLLM) -> None:
-    """Undo a pause: what waits for its end would wait for the drain's."""
-    with suppress(EngineDeadError):
-        await engine.resume()
 
 
 async def _wait_streams(state: ServerState, timeout_s: float, *, also_dead: bool = False) -> None:

@@ -14,13 +14,14 @@ import trio
 
 from engine.client.client import EngineCoreClient
 from engine.config import EngineConfig
-from engine.errors import Cause, EngineDeadError, MetronomeError
+from engine.errors import Cause, EngineDeadError, UtilityError, UtilityTimeout
 from engine.outputs import RequestId
 from engine.protocol import (
     AbortReason,
     AbortRequest,
     Acknowledge,
     ClientMessage,
+    Drain,
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineDead,
@@ -30,8 +31,8 @@ from engine.protocol import (
     Shutdown,
     UtilityCall,
     UtilityResult,
-    Verb,
 )
+from engine.verbs import STOPPING, Verb, value_of
 
 
 class Connection(Protocol):
@@ -48,10 +49,6 @@ class Connection(Protocol):
         """
 
 
-class UtilityError(MetronomeError):
-    """A utility call failed in the engine; the engine runs on."""
-
-
 class AsyncMPClient(EngineCoreClient):
     """Sends requests and receives outputs over a connection; single-threaded, under Trio."""
 
@@ -65,6 +62,7 @@ class AsyncMPClient(EngineCoreClient):
         self._calls: dict[int, _Call] = {}
         self._num_calls = 0
         self._is_stopping = False
+        self._takes_nothing = False
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Send `request`; raises QueueFull or EngineDeadError, and then nothing was sent."""
@@ -111,34 +109,50 @@ class AsyncMPClient(EngineCoreClient):
             except EngineDeadError as death:
                 self._raise_death(death)
 
-    async def call(self, verb: Verb) -> Any:
-        """Ask for a verb and wait for its answer; a cancelled waiter leaves the verb to run.
+    async def call(self, verb: Verb, timeout_s: float | None = None) -> Any:
+        """Ask for a verb and wait for its answer, at most `timeout_s`; by default as long as the verb's class says.
+
+        A cancelled waiter leaves the verb to run, as one whose time is over does.
 
         Raises:
-            UtilityError: The verb failed in the engine.
+            UtilityError: The verb failed, alone; `cause` says whose fault, EngineStopping where nothing is taken.
+            UtilityTimeout: There was no answer in time.
             EngineDeadError: The engine died before it answered.
         """
         if self.death is not None:
             raise self.death
+        if self._takes_nothing:
+            raise UtilityError(type(verb).__name__, STOPPING)
+        timeout_s = verb.timeout_s if timeout_s is None else timeout_s
         self._num_calls += 1
         call_id = self._num_calls
         call = self._calls[call_id] = _Call(verb)
         try:
             self._connection.send(UtilityCall(call_id, verb))
-            await call.answered.wait()
+            with trio.move_on_after(timeout_s):
+                await call.answered.wait()
         finally:
             del self._calls[call_id]
-        if call.result is None:
-            assert self.death is not None
+        if call.result is not None:
+            return value_of(verb, call.result.value, call.result.failure)
+        if self.death is not None:
             raise self.death
-        if call.result.failure is not None:
-            failure = call.result.failure
-            raise UtilityError(f"Call to {type(verb).__name__} failed: {failure.type}: {failure.message}")
-        return call.result.value
+        raise UtilityTimeout(type(verb).__name__, timeout_s)
+
+    @property
+    def waiting_calls(self) -> list[str]:
+        """The verbs that wait for their answer."""
+        return [type(call.verb).__name__ for call in self._calls.values()]
+
+    def drain(self) -> None:
+        """Take no verbs any more, and let what was accepted run, also where it is paused or asleep. Does not wait."""
+        self._takes_nothing = True
+        if self.death is None:
+            self._connection.send(Drain())
 
     def shutdown(self) -> None:
         """Ask the engine to stop; `get_output` returns None once it has. Does not wait."""
-        self._is_stopping = True
+        self._is_stopping = self._takes_nothing = True
         if self.death is None:
             self._connection.send(Shutdown())
 

@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ from engine.config import EngineConfig
 from engine.errors import Cause
 from engine.executor.base import Progress
 from engine.kv_cache.spec import KVCacheSpec, choose_num_kv_blocks, num_blocks_for, num_page_tensors
-from engine.model_runner.memory import available_memory_bytes
+from engine.model_runner.memory import available_memory_bytes, held_memory_bytes
 from engine.outputs import (
     Capacity,
     GrammarMasks,
@@ -39,6 +40,7 @@ from engine.outputs import (
 )
 from engine.sampling_params import SamplingParams
 from engine.structured_output.grammar import Grammar, new_bitmasks
+from engine.verbs import SleepTag
 
 VOCAB_SIZE = 256
 """A token is a byte."""
@@ -59,7 +61,13 @@ _Slots = npt.NDArray[np.int64]
 
 
 class NullModelRunner:
-    """Runs plans on the integer model; the same seam as `engine.model_runner.ModelRunner`."""
+    """Runs plans on the integer model; the same seam as `engine.model_runner.ModelRunner`.
+
+    Attributes:
+        capacity: What `start` returned.
+    """
+
+    capacity: Capacity
 
     def __init__(self, config: EngineConfig, max_concurrent_plans: int = 1, *, windows: Windows = (None, None)) -> None:
         """Keep the settings; `start` allocates. `max_concurrent_plans` is what the capacity will state."""
@@ -90,20 +98,9 @@ class NullModelRunner:
             num_tokens * self._spec.token_size_bytes,
             self._max_concurrent_plans,
         )
-        num_slots = num_blocks * config.block_size
-        tensors = [np.zeros(num_slots, dtype=np.uint64) for _ in range(num_page_tensors(groups))]
-        places = {
-            layer: (index, tensors[tensor])
-            for index, group in enumerate(groups)
-            for tensor, layer in enumerate(group.layers)
-        }
-        self._groups = [places[layer][0] for layer in sorted(places)]
-        self._pages = [places[layer][1] for layer in sorted(places)]
-        progress("kv_pages", 1, 1)
         self._factors = _position_factors(max_model_len)
         self._offsets = np.arange(config.block_size)
-        progress("warm_up", 1, 1)
-        return Capacity(
+        self.capacity = Capacity(
             num_kv_blocks=num_blocks,
             block_size=config.block_size,
             max_model_len=max_model_len,
@@ -112,6 +109,45 @@ class NullModelRunner:
             max_concurrent_plans=self._max_concurrent_plans,
             kv_cache_groups=groups,
         )
+        self._allocate_pages()
+        progress("kv_pages", 1, 1)
+        progress("warm_up", 1, 1)
+        return self.capacity
+
+    def _allocate_pages(self) -> None:
+        groups = self.capacity.kv_cache_groups
+        num_slots = self.capacity.num_kv_blocks * self.capacity.block_size
+        tensors = [np.zeros(num_slots, dtype=np.uint64) for _ in range(num_page_tensors(groups))]
+        places = {
+            layer: (index, tensors[tensor])
+            for index, group in enumerate(groups)
+            for tensor, layer in enumerate(group.layers)
+        }
+        self._groups = [places[layer][0] for layer in sorted(places)]
+        self._pages = [places[layer][1] for layer in sorted(places)]
+
+    def sleep(self, level: int) -> None:
+        """Give back the pages; there are no weights. Idempotent."""
+        if level:
+            self._pages = []
+
+    def wake_up(self, tags: Iterable[SleepTag]) -> None:
+        """Take back the pages, empty, if they sleep and `tags` name them."""
+        if SleepTag.KV_CACHE in tags and not self._pages:
+            self._allocate_pages()
+
+    def save_sharded_state(self, path: Path, max_size_bytes: int) -> list[str]:
+        """Refuse: there is nothing to save.
+
+        Raises:
+            ValueError: Always; the caller's fault.
+        """
+        raise ValueError("the null model has no weights to save")
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes held now, by what holds them."""
+        pages = {id(page): page.nbytes for page in self._pages}
+        return {"kv_cache": sum(pages.values()), "weights": 0, "process": held_memory_bytes()}
 
     def execute(self, plan: SchedulerOutput) -> None:
         """Run one step: drop what ended, then layer by layer write all rows' K/V before any is read.

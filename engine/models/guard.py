@@ -94,9 +94,8 @@ class _Draw:
         return list(torch.split(self.body.logits(hidden), lengths))
 
     def equal(self, logits: torch.Tensor, expected: torch.Tensor) -> bool:
-        """Whether the rows differ by no more than rounding does: each row's error relative to its spread."""
-        error = (logits - expected).pow(2).mean(-1).sqrt() / expected.std(-1).clamp_min(1e-30)
-        return bool((error <= tolerance(self.body.module.dtype, self.shape.num_layers)).all())
+        """Whether the rows differ by no more than rounding does."""
+        return are_equal(logits, expected, tolerance(self.body.module.dtype, self.shape.num_layers))
 
     def _once(self, name: str, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         if name not in self._alone:
@@ -117,6 +116,12 @@ def tolerance(dtype: torch.dtype, num_layers: int) -> float:
     orders of its own; such errors add up like a random walk, over the layers of both.
     """
     return math.sqrt(2 * num_layers) * (4 * torch.finfo(dtype).eps + 64 * torch.finfo(torch.float32).eps)
+
+
+def are_equal(logits: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    """Whether no row of `[n, vocab_size]` is off by more than `tolerance`, relative to how its scores spread."""
+    error = (logits - expected).pow(2).mean(-1).sqrt() / expected.std(-1).clamp_min(1e-30)
+    return bool((error <= tolerance).all())
 
 
 def _equals_eager(draw: _Draw) -> bool:

@@ -20,7 +20,7 @@ from engine.models.checkpoint import read_config, stored_tensors
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.decoder_traits import DecoderTraits, ExpertNames
-from engine.models.weights import check_headers, load_weights, resolve_dtype, stores_other_head
+from engine.models.weights import EMBEDDING, HEAD, check_headers, load_weights, resolve_dtype, stores_other_head
 
 logger = logging.getLogger(__name__)
 
@@ -133,12 +133,20 @@ DECODERS: dict[str, DecoderTraits] = {
 """Architecture, as config.json names it → traits of `models.decoder`."""
 
 
-def choose(raw: dict[str, Any], folder: Path | None = None) -> str:
-    """Return what would run a model with this config.json, in words; no weight is loaded.
+class Verdict(NamedTuple):
+    """What would run a model, in words, and its longest context; None where config.json names none."""
+
+    implementation: str
+    max_positions: int | None
+
+
+def choose(raw: dict[str, Any], folder: Path | None, progress: Callable[[int, int], None]) -> Verdict:
+    """Return what would run a model with this config.json; no weight is loaded.
 
     Args:
         raw: The content of config.json.
         folder: Of the model; what its weight files' headers say is held against `raw`. None where it has none yet.
+        progress: Called with (done, in all) while the guard is at work.
 
     Raises:
         UnsupportedModel: Nothing would; the message has both reasons, transformers' first.
@@ -155,11 +163,13 @@ def choose(raw: dict[str, Any], folder: Path | None = None) -> str:
             if folder is not None:
                 resolve_dtype("auto", raw, folder)
                 transformers_loading.check(folder, settings)
-        return "transformers' model, if it passes the guard when it is loaded,"
+                transformers_loading.check_tensors(folder, settings)
+            implementation = transformers_loading.foretell(settings, progress)
+            return Verdict(implementation, transformers_loading.max_positions(settings))
     if folder is not None:
         resolve_dtype("auto", raw, folder)
         _check_files(folder, shape)
-    return "the own decoder"
+    return Verdict("the own decoder", shape.max_positions)
 
 
 def _check_files(folder: Path, shape: DecoderConfig) -> None:
@@ -173,10 +183,19 @@ def _check_files(folder: Path, shape: DecoderConfig) -> None:
         )
     try:
         with torch.device("meta"):
-            destinations = Decoder(shape, 2, torch.float32).destinations()
+            destinations = _destinations(folder, Decoder(shape, 2, torch.float32))
     except (RuntimeError, OverflowError) as error:
         raise CheckpointError(f"the sizes in the config.json of {folder} make no model: {error}") from error
     check_headers(folder, destinations)
+
+
+def _destinations(folder: Path, decoder: Decoder) -> dict[str, torch.Tensor]:
+    """Return what is to be filled, by name; where head and embedding are one, its one tensor may have either name."""
+    destinations = decoder.destinations()
+    names = {tensor.name for tensor in stored_tensors(folder)}
+    if HEAD not in destinations and HEAD in names and EMBEDDING not in names:
+        destinations[HEAD] = destinations.pop(EMBEDDING)
+    return destinations
 
 
 def decoder_config(raw: dict[str, Any]) -> DecoderConfig:
@@ -233,7 +252,7 @@ def build_model(folder: Path, config: EngineConfig, progress: Callable[[int, int
         logger.warning("%s ties head and embedding, but both are stored and differ: they are not tied", folder)
         shape = dataclasses.replace(shape, ties_embeddings=False)
     decoder = Decoder(shape, max_model_len, dtype)
-    load_weights(folder, decoder.destinations(), progress)
+    load_weights(folder, _destinations(folder, decoder), progress)
     decoder.pack()
     return BuiltModel(decoder, max_model_len, dtype)
 

@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 
-from engine.engine_process import FOLDER_PREFIX
+from engine.handshake import FOLDER_PREFIX
 from fuzz.kills import _check_files, _processes, run
 
 

@@ -1,0 +1,70 @@
+"""How an engine process is started and greeted, and how its death is told: what its parents do alike, with Trio or not.
+
+::
+
+    parent                                     engine process
+      │ ◀── EngineHello: rank, pid, version ───── │
+      │ ─── Configure ──────────────────────────▶ │
+      │ ◀── StartProgress …, EngineReady ──────── │   or EngineDead, with the phase that failed
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import engine
+from engine.errors import Cause, EngineDeadError
+from engine.protocol import PROTOCOL_VERSION, EngineHello
+from transport.spawn import describe_exit
+
+TERM_GRACE_S = 2.0
+"""How long an engine process may take to exit after its last word, before it is killed."""
+FOLDER_PREFIX = "metronome-sockets-"
+"""Of the folders for sockets, in the folder for temporary files; after a kill the next start removes what is left."""
+
+_ROOT = str(Path(engine.__file__).parent.parent)
+# -P and the explicit path: the child imports this very engine, whatever folder it is started in.
+# The guard stands before the engine's imports, in which its parent may die too.
+_MAIN = (
+    f"import sys; sys.path.insert(0, {_ROOT!r}); from transport.spawn import child_guard; child_guard(); "
+    "from engine.engine_process import main; main()"
+)
+
+
+def engine_name(engine_index: int) -> str:
+    """Return what messages call the engine with this rank."""
+    return f"engine-{engine_index}"
+
+
+def identity_of(engine_index: int) -> bytes:
+    """Return the ZMQ identity of the engine with this rank."""
+    return engine_index.to_bytes(2, "little")
+
+
+def engine_argv(engine_index: int, request_address: str, output_address: str) -> list[str]:
+    """Return program and arguments of an engine process that connects to its parent's two sockets."""
+    return [sys.executable, "-P", "-c", _MAIN, str(engine_index), request_address, output_address]
+
+
+def check_hello(engine_index: int, identity: bytes, hello: EngineHello) -> None:
+    """Refuse an engine that is not the one that was started, or speaks another version of the protocol.
+
+    Raises:
+        EngineDeadError: Naming what it said.
+    """
+    if identity != identity_of(engine_index) or hello.version != PROTOCOL_VERSION:
+        message = f"{engine_name(engine_index)} said {hello} under the name {identity.hex()}"
+        raise EngineDeadError(Cause("ProtocolError", message))
+
+
+def death_of(engine_index: int, returncode: int, output_tail: Sequence[str], phase: str = "") -> EngineDeadError:
+    """Describe the end of an engine process that said no last word: its status or signal, and what it wrote last.
+
+    `phase` is where its start was, empty once it was ready.
+    """
+    message = describe_exit(engine_name(engine_index), returncode, output_tail)
+    began = [index for index, line in enumerate(output_tail) if line.startswith("Traceback ")]
+    traceback = "\n".join(output_tail[began[-1] :]) if began else ""
+    return EngineDeadError(Cause("EngineDied", message, traceback, phase, returncode))
