@@ -54,6 +54,7 @@ from engine.verbs import WakeUp
 from engine.watchdog import Watchdog
 
 logger = logging.getLogger(__name__)
+teardown = logging.getLogger("teardown")
 
 LAST_WORD_TIMEOUT_S = 5.0
 """How long an engine that ends waits for its last word to be acknowledged."""
@@ -117,9 +118,11 @@ class EngineCoreServer:
                 self._send(last_word)
                 with trio.move_on_after(LAST_WORD_TIMEOUT_S):
                     await self._acknowledged.wait()
+                    teardown.debug("last word acknowledged")
                 nursery.cancel_scope.cancel()
         finally:
             await self._executor.aclose()
+            teardown.debug("executor closed")
         return cause
 
     async def _serve(self) -> Cause | None:
@@ -138,6 +141,8 @@ class EngineCoreServer:
             logger.log(level, "%s\n%s", cause, cause.traceback)
             self._flush()
             return cause
+        finally:
+            teardown.debug("step task ended")
         return None
 
     # -- start ---------------------------------------------------------------------------------------------------
@@ -264,6 +269,7 @@ class EngineCoreServer:
                 case Shutdown():
                     self._is_draining = self._is_stopping = True
                     self._utilities.stop()
+                    teardown.debug("intake closed")
                     core.resume()
                     core.abort_all(AbortReason.SHUTDOWN)
                 case _:

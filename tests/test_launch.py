@@ -289,6 +289,27 @@ async def test_an_engine_that_does_not_stop_is_said_so_when_the_block_is_left(mo
             await trio.sleep(0.1)
 
 
+async def test_a_stream_that_outlives_an_engine_that_did_not_stop_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.launch.STOP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("engine.engine_process.TERM_GRACE_S", 0.1)
+    errors: list[EngineDeadError] = []
+
+    async def read(llm: AsyncLLM, entered: trio.Event) -> None:
+        async with llm.generate("x") as stream:
+            entered.set()
+            with pytest.raises(EngineDeadError, match="was left") as caught:
+                await stream.collect()
+        errors.append(caught.value)
+
+    with trio.fail_after(10), pytest.RaisesGroup(pytest.RaisesExc(EngineDeadError, match="did not stop")):
+        async with trio.open_nursery() as nursery, engine.open_engine("null", null_step_ms=30000) as llm:
+            entered = trio.Event()
+            nursery.start_soon(read, llm, entered)
+            await entered.wait()
+            await trio.sleep(0.1)  # the step has begun
+    assert len(errors) == 1
+
+
 async def test_an_engine_that_dies_while_it_is_stopped_is_said_so() -> None:
     async def kill_and_leave() -> None:
         async with engine.open_engine("null", null_step_ms=30000) as llm, llm.generate("x"):

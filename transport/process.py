@@ -14,6 +14,7 @@ Linux first; elsewhere a thread waits for the child and only the pipe tells it o
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -29,6 +30,8 @@ from transport.spawn import KILL_GRACE_S, returncode_of_zombie, signal_group, st
 from transport.spawn import child_guard as child_guard
 from transport.spawn import describe_exit as describe_exit
 from transport.spawn import write_to_stderr as write_to_stderr
+
+teardown = logging.getLogger("teardown")
 
 MAX_TAIL_LINES = 50
 """How many of the last lines of output are kept."""
@@ -140,6 +143,7 @@ async def open_child(
         finally:
             with trio.CancelScope(shield=True):
                 await child._end(term_grace_s)
+            teardown.debug("%s ended", name)
     if failure is not None:
         raise failure
 

@@ -14,6 +14,7 @@ A send waits only while no peer has ever connected; `nonblocking_socket.py` says
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
@@ -33,6 +34,8 @@ from transport.nonblocking_socket import (
 )
 from transport.tensors import Frame
 
+teardown = logging.getLogger("teardown")
+
 __all__ = ["Context", "Curve", "SocketKind", "ZmqSocket", "open_context"]
 
 
@@ -48,6 +51,7 @@ async def open_context() -> AsyncIterator[Context]:
     finally:
         with trio.CancelScope(shield=True):
             await trio.to_thread.run_sync(context.destroy, 0)
+        teardown.debug("context closed")
 
 
 class ZmqSocket(trio.abc.AsyncResource):
@@ -195,6 +199,7 @@ class ZmqSocket(trio.abc.AsyncResource):
     async def aclose(self) -> None:
         """Close as `close` does; a checkpoint that is never cancelled."""
         self.close()
+        teardown.debug("socket closed")
         await cancel_shielded_checkpoint()
 
     def _check_open(self) -> None:

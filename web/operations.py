@@ -34,12 +34,14 @@ async def version(state: ServerState) -> Response:
 
 
 async def models(state: ServerState) -> Response:
-    """The one model served here, in OpenAI's list."""
+    """The one model served here, in OpenAI's list; probes ask here too, so a dead engine serves none."""
+    state.check_alive()
     return _json({"object": "list", "data": [_model(state)]})
 
 
 async def model(state: ServerState, name: str) -> Response:
     """The model of that name, or 404."""
+    state.check_alive()
     if name != state.model_name:
         raise ModelNotFound(f"model {name!r} is not served here; use {state.model_name!r}", param="model")
     return _json(_model(state))

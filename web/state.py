@@ -48,6 +48,11 @@ class ServerState:
         """Take no new work from now on. Idempotent."""
         self.stopping = True
 
+    def check_alive(self) -> None:
+        """Raise what ended the engine, if something did."""
+        if self.engine.death is not None:
+            raise self.engine.death
+
     def check_accepting(self, model: str | None) -> None:
         """Refuse a request for another model, and any request once the server is stopping.
 

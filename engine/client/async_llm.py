@@ -33,6 +33,7 @@ from engine.task_tree import telling
 from engine.verbs import Verb
 
 logger = logging.getLogger(__name__)
+teardown = logging.getLogger("teardown")
 
 MAX_TOKENIZER_THREADS = 2
 """Prompts that may be rendered and tokenized at once."""
@@ -296,6 +297,8 @@ class AsyncLLM(AsyncVerbs):
         yield f"waiting calls: {', '.join(self._client.waiting_calls) or 'none'}"
 
     def _tell_end(self) -> None:
+        if self._client.death is None:  # nobody receives any more, so nothing else would tell those who still wait
+            self._client.declare_dead(EngineDeadError(Cause("EngineLeft", "the engine was left before it had stopped")))
         for _, stream in self._slots.values():
             stream.wake(self._client.death)
         self._slots.clear()
@@ -315,6 +318,7 @@ class AsyncLLM(AsyncVerbs):
         if self._ended.is_set():
             return None
         self._is_stopping = True
+        teardown.debug("engine asked to stop")
         self._client.abort_requests(list(self._slots), AbortReason.SHUTDOWN)
         self._client.shutdown()
         with trio.move_on_after(timeout_s):
