@@ -51,6 +51,10 @@ class Cause(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
         text = "".join(traceback.format_exception(root))
         return cls(type(root).__name__, str(root) or type(root).__name__, text, phase)
 
+    def at(self, where: str) -> Cause:
+        """Return this cause with the name of where it arose before its message."""
+        return msgspec.structs.replace(self, message=f"{where}: {self.message}")
+
     def __str__(self) -> str:
         where = f" (while starting: {self.phase})" if self.phase else ""
         return f"{self.type}: {self.message}{where}"

@@ -1,6 +1,6 @@
-"""Who runs where: an engine in a process of its own, or as tasks of this process; handshake and teardown.
+"""Who runs where: engines in processes of their own, or one as tasks of this process; handshake and teardown.
 
-With isolation="process" the engine is a child joined by ZMQ (engine_process.py); with isolation="thread" the same
+With isolation="process" each engine is a child joined by ZMQ (engine_process.py); with isolation="thread" the same
 server runs here over memory channels, and only its executor has a thread. The client cannot tell which it has.
 """
 
@@ -17,14 +17,23 @@ import trio
 
 from engine.client.async_llm import AsyncLLM
 from engine.client.asynchronous import AsyncMPClient, Connection
+from engine.client.data_parallel import DPAsyncMPClient
 from engine.config import EngineConfig
-from engine.engine_process import SWITCH_INTERVAL_S, connect_process
-from engine.errors import Cause, ConfigError, EngineDeadError, startup_error
+from engine.engine_process import SWITCH_INTERVAL_S, connect_processes
+from engine.errors import Cause, ConfigError, EngineDeadError, ModelError, startup_error
 from engine.executor.base import Progress
 from engine.executor.inline import InlineExecutor
 from engine.executor.runners import make_runner
 from engine.loading import open_model
-from engine.protocol import Acknowledge, ClientMessage, EngineDead, EngineMessage, EngineReady, StartProgress
+from engine.protocol import (
+    Acknowledge,
+    ClientMessage,
+    EngineCoreOutputs,
+    EngineDead,
+    EngineMessage,
+    EngineReady,
+    StartProgress,
+)
 from engine.server import LAST_WORD_TIMEOUT_S, EngineCoreServer
 from transport.services import open_services
 
@@ -42,14 +51,14 @@ async def open_engine(
     model: str | None = None,
     *,
     isolation: Isolation = "process",
-    data_parallel_size: int = 1,
     progress: Progress | None = None,
     **settings: Any,
 ) -> AsyncIterator[AsyncLLM]:
     """Run an engine for `model` (the default model when None); leaving it leaves nothing behind.
 
     Live streams get a last output with reason abort when the block is left; `settings` are the fields of
-    `EngineConfig`. `progress` is called with (phase, done, total) while the engine starts.
+    `EngineConfig`. `progress` is called with (phase, done, total) while the engine starts. With `data_parallel_size`
+    N there are N engines, each a process of its own, which share the requests.
 
     Raises:
         ConfigError: A setting is wrong or the model cannot be had.
@@ -57,11 +66,14 @@ async def open_engine(
         EngineDeadError: The engine died while starting, or while it was being stopped.
     """
     config = EngineConfig.of(**settings) if model is None else EngineConfig.of(model=model, **settings)
-    if data_parallel_size != 1:
-        raise ConfigError(f"data_parallel_size must be 1 in this version, got {data_parallel_size}")
     connect = _CONNECT.get(isolation)
     if connect is None:
         raise ConfigError(f"isolation must be one of {', '.join(_CONNECT)}, got {isolation!r}")
+    if isolation == "thread" and config.data_parallel_size > 1:
+        raise ConfigError(
+            f"isolation 'thread' runs one engine, and data_parallel_size is {config.data_parallel_size}: "
+            "take isolation 'process', or data_parallel_size 1"
+        )
     progress = progress or _ignore_progress
     token = trio.lowlevel.current_trio_token()
 
@@ -75,9 +87,12 @@ async def open_engine(
     files = await trio.to_thread.run_sync(open_model, config, from_thread, wait)
     with _short_switch_interval():
         async with connect(files.config) as connection:
-            ready = await _handshake(connection, progress)
-            client = AsyncMPClient(files.config, ready, connection)
-            llm = AsyncLLM(client, files.tokenizer, files.config, ready, files.name)
+            readies = await _handshake(connection, progress, config.data_parallel_size)
+            if len(readies) > 1:
+                client: AsyncMPClient = DPAsyncMPClient(files.config, readies, connection)
+            else:
+                client = AsyncMPClient(files.config, readies[0], connection)
+            llm = AsyncLLM(client, files.tokenizer, files.config, client.ready, files.name)
             async with open_services() as services:
                 services.start_soon(llm.run)
                 try:
@@ -103,20 +118,28 @@ def _short_switch_interval() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-async def _handshake(connection: Connection, progress: Progress) -> EngineReady:
-    """Follow the engine's start to READY; raises what stopped it."""
-    while True:
+async def _handshake(connection: Connection, progress: Progress, num_engines: int) -> list[EngineReady]:
+    """Follow the engines' starts until each is READY; raises what stopped the first that failed."""
+    readies: list[EngineReady] = []
+    while len(readies) < num_engines:
         for message in await connection.receive():
+            name = f"engine {message.engine_index}"
             match message:
                 case StartProgress(phase, done, total):
-                    progress(phase, done, total)
+                    progress(phase if num_engines == 1 else f"{name}: {phase}", done, total)
                 case EngineReady():
-                    return message
+                    readies.append(message)
                 case EngineDead(cause):
-                    connection.send(Acknowledge())
-                    raise startup_error(cause)
+                    connection.part(message.engine_index)
+                    raise startup_error(cause if num_engines == 1 else cause.at(name))
+                case EngineCoreOutputs():
+                    pass  # an engine that is ready tells its state while the others still start
                 case _:
                     raise EngineDeadError(Cause("ProtocolError", f"unexpected {type(message).__name__} at start"))
+    digests = {ready.model_digest: f"engine {ready.engine_index} has {ready.model_digest}" for ready in readies}
+    if len(digests) > 1:
+        raise ModelError(f"the engines loaded different models: {', '.join(digests.values())}; start again")
+    return readies
 
 
 # -- in this process -------------------------------------------------------------------------------------------------
@@ -128,11 +151,14 @@ class _MemoryConnection(NamedTuple):
     outgoing: trio.MemorySendChannel[ClientMessage]
     incoming: trio.MemoryReceiveChannel[EngineMessage]
 
-    def send(self, message: ClientMessage) -> None:
+    def send(self, message: ClientMessage, engine_index: int = 0) -> None:
         try:
             self.outgoing.send_nowait(message)
         except trio.BrokenResourceError:
             logger.debug("dropped %s: the engine has ended", type(message).__name__)
+
+    def part(self, engine_index: int = 0) -> None:
+        self.send(Acknowledge())
 
     async def receive(self) -> list[EngineMessage]:
         try:
@@ -168,6 +194,6 @@ async def _receive_all(channel: trio.MemoryReceiveChannel[Message]) -> list[Mess
 
 
 _CONNECT: dict[str, Callable[[EngineConfig], AbstractAsyncContextManager[Connection]]] = {
-    "process": connect_process,
+    "process": connect_processes,
     "thread": _connect_thread,
 }

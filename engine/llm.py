@@ -18,6 +18,7 @@ from engine.client.input_processor import InputProcessor, Messages, PromptInput,
 from engine.client.output_processor import RequestOutput, RequestState
 from engine.config import EngineConfig
 from engine.core import EngineCore
+from engine.errors import ConfigError
 from engine.executor.runners import make_runner
 from engine.loading import open_model
 from engine.metrics import SchedulerStats
@@ -42,6 +43,11 @@ class LLM:
             ModelError: The model cannot be served.
         """
         asked = EngineConfig.of(**settings) if model is None else EngineConfig.of(model=model, **settings)
+        if asked.data_parallel_size > 1:
+            raise ConfigError(
+                f"LLM runs one engine, in this process, and data_parallel_size is {asked.data_parallel_size}: leave it "
+                "out, or use open_engine or serve"
+            )
         with show_progress() as progress:
             self.config, self.tokenizer, self.model_name = open_model(asked, progress)
             self.runner = make_runner(self.config)
