@@ -1,4 +1,4 @@
-"""The start of engine processes: hello, configuration, phases, READY; what goes wrong is told with its engine's name."""
+"""The start of engine processes: hello, configuration, phases, READY; what goes wrong is told by name."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ async def test_one_engine_alone_has_rank_0_and_no_other() -> None:
 
 async def test_more_requests_than_all_engines_or_the_one_asked_for_may_hold_are_refused() -> None:
     async with open_engines(max_num_seqs=1, max_num_waiting=1, null_step_ms=1) as llm:
-        with pytest.raises(InvalidRequest, match="5 completions are asked for, and at most 4 .* on each of 2 engines"):
+        with pytest.raises(InvalidRequest, match=r"5 completions are asked for, and at most 4 .* on each of 2 engines"):
             async with llm.generate("x", SamplingParams(n=5)):
                 pass
         with pytest.raises(InvalidRequest, match=r"at most 2 may run .*, engine 1\)"):
@@ -134,7 +134,7 @@ async def test_more_requests_than_all_engines_or_the_one_asked_for_may_hold_are_
                     pass
             async with llm.generate("x", SamplingParams(n=2, max_tokens=8000)):
                 assert num_live(llm) == [2, 2]
-                with pytest.raises(QueueFull, match="4 requests are running .* over 4 .* on each of 2 engines"):
+                with pytest.raises(QueueFull, match=r"4 requests are running .* over 4 .* on each of 2 engines"):
                     async with llm.generate("x"):
                         pass
         await wait_until_idle(llm)
@@ -242,12 +242,15 @@ async def test_an_engine_that_does_not_stop_is_named_and_the_others_do(monkeypat
         async with llm.generate("x", ENDLESS, data_parallel_rank=0) as stream:
             ends.extend([delta.finish_reason async for delta in stream][-1:])
 
+    async def stop_engine_and_leave() -> None:
+        async with open_engines(3, null_step_ms=1) as llm:
+            nursery.start_soon(read, llm)
+            await llm.wait_for_stats(lambda stats: stats.num_running == 1)
+            os.kill(llm.readies[1].pid, signal.SIGSTOP)
+
     async with trio.open_nursery() as nursery:
         with pytest.raises(EngineDeadError, match=r"engine 1 did not stop within 0\.5 seconds"):
-            async with open_engines(3, null_step_ms=1) as llm:
-                nursery.start_soon(read, llm)
-                await llm.wait_for_stats(lambda stats: stats.num_running == 1)
-                os.kill(llm.readies[1].pid, signal.SIGSTOP)
+            await stop_engine_and_leave()
     assert ends == [FinishReason.ABORT]
 
 
