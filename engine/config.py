@@ -84,7 +84,10 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
     ) = None
     block_size: Annotated[int, Meta(description="tokens a KV block", ge=1, le=4096)] = 16
     kv_cache_memory_bytes: (
-        Annotated[int, Meta(description="memory for keys and values, in bytes; computed when unset", ge=1, le=2**50)]
+        Annotated[
+            int,
+            Meta(description="memory for keys and values of an engine, in bytes; computed when unset", ge=1, le=2**50),
+        ]
         | None
     ) = None
     num_gpu_blocks_override: (

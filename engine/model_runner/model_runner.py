@@ -92,7 +92,8 @@ class ModelRunner:
         # Engines of one front start together, on the same cores and the same memory.
         num_engines = self._config.data_parallel_size
         torch.set_num_threads(self._config.num_threads or max(1, _num_cores() // num_engines))
-        logger.info("%d threads of %d cores, for one of %d engines", torch.get_num_threads(), _num_cores(), num_engines)
+        num_threads = torch.get_num_threads()
+        logger.info("%d threads on %d cores, which %d engines share", num_threads, _num_cores(), num_engines)
         progress("weights", 0, 0)
         available = available_memory_bytes() // num_engines
         logger.info("%s needs %s", self._folder, refuse_what_cannot_fit(self._folder, self._config, available))

@@ -89,6 +89,17 @@ async def test_equal_requests_are_spread_evenly_and_children_too(temporary_folde
         assert num_live(llm) == [0, 0, 0]
 
 
+async def test_many_short_requests_are_spread_over_all_engines() -> None:
+    async with open_engines(3) as llm:
+        async with trio.open_nursery() as nursery:
+            for i in range(100):
+                nursery.start_soon(llm.chat, [{"role": "user", "content": str(i)}], SamplingParams(max_tokens=10))
+        await wait_until_idle(llm)
+        served = [stats.prefix_cache_requests for stats in llm.stats_by_engine()]
+    assert sum(served) == 100
+    assert min(served) > 100 / 4
+
+
 async def test_a_request_that_asks_for_an_engine_gets_it_and_every_engine_gives_the_same_tokens() -> None:
     params = SamplingParams(temperature=1, seed=7, max_tokens=12)
     async with open_engines() as llm:
