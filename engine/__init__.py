@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from engine.errors import EngineDeadError, MetronomeError
     from engine.launch import open_engine
     from engine.llm import LLM
+    from engine.llm_engine import LLMEngine
     from engine.sampling_params import OutputKind, SamplingParams
 
 __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "engine.llm",
+    "LLMEngine": "engine.llm_engine",
     "AsyncLLM": "engine.client.async_llm",
     "CompletionOutput": "engine.client.output_processor",
     "EngineConfig": "engine.config",
@@ -39,6 +41,7 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "EngineDeadError",
+    "LLMEngine",
     "MetronomeError",
     "OutputKind",
     "RequestOutput",

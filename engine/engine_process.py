@@ -19,20 +19,18 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from pathlib import Path
 
 import trio
 
-import engine
 from engine.config import EngineConfig
-from engine.errors import Cause, EngineDeadError
+from engine.errors import EngineDeadError
 from engine.executor.inline import InlineExecutor
 from engine.executor.runners import make_runner
+from engine.handshake import TERM_GRACE_S, check_hello, death_of, engine_argv, engine_name, identity_of
 from engine.protocol import (
-    PROTOCOL_VERSION,
     Acknowledge,
     ClientMessage,
     Configure,
@@ -46,28 +44,18 @@ from engine.server import EngineCoreServer
 from engine.task_tree import answer_signals
 from transport.channel import ReceiveChannel, RouterReceiveChannel, SendChannel
 from transport.codec import DecodeError
-from transport.process import child_guard, describe_exit, open_child, write_to_stderr
+from transport.process import child_guard, open_child
 from transport.services import open_services
+from transport.spawn import write_to_stderr
 from transport.zmq_socket import SocketKind, ZmqSocket, open_context
 
 logger = logging.getLogger(__name__)
 
-TERM_GRACE_S = 2.0
-"""How long an engine process may take to exit after its last word, before it is killed."""
 SWITCH_INTERVAL_S = 2e-4
 """How long a thread may keep the GIL from another: at the default 5 ms a busy thread starves the step loop."""
 MAX_RECEIVED = 256
 """Messages taken from a socket in one go."""
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
-
-_ROOT = str(Path(engine.__file__).parent.parent)
-# -P and the explicit path: the child imports this very engine, whatever folder it is started in.
-_MAIN = f"import sys; sys.path.insert(0, {_ROOT!r}); from engine.engine_process import main; main()"
-
-
-def identity_of(engine_index: int) -> bytes:
-    """Return the ZMQ identity of the engine with this rank."""
-    return engine_index.to_bytes(2, "little")
 
 
 # -- the front's side ------------------------------------------------------------------------------------------------
@@ -85,7 +73,7 @@ class _EngineProcess:
     """
 
     def __init__(self, engine_index: int) -> None:
-        self.name = f"engine-{engine_index}"
+        self.name = engine_name(engine_index)
         self.pid = 0
         self.phase = "hello"
         self.has_spoken = False
@@ -147,19 +135,18 @@ class ProcessConnection:
         """
         for _ in self._processes:
             identity, hello = await self._hellos.receive()
-            if objection := self._objection(identity, hello):
-                raise EngineDeadError(Cause("ProtocolError", f"refused a hello of process {hello.pid}: {objection}"))
+            check_hello(identity, hello, {index: process.pid for index, process in enumerate(self._processes)})
             self._processes[hello.engine_index].phase = "configuration"
             self.send(Configure(config), hello.engine_index)
 
-    async def run_engine(self, engine_index: int, addresses: Sequence[str]) -> None:
+    async def run_engine(self, engine_index: int, addresses: tuple[str, str]) -> None:
         """Start the engine process and own it; its end, unless expected, ends every wait. Cancel it to end the process.
 
         Raises:
             OSError: The process cannot be started.
         """
         process = self._processes[engine_index]
-        argv = [sys.executable, "-P", "-c", _MAIN, str(engine_index), *addresses]
+        argv = engine_argv(engine_index, *addresses)
         on_line = write_to_stderr if len(self._processes) == 1 else partial(_write_line_of, process.name)
         folders = [] if self._folder is None else [self._folder]
         async with open_child(
@@ -168,7 +155,8 @@ class ProcessConnection:
             process.pid = child.pid
             status = await child.wait()
             if self._dead is None and not process.has_parted:
-                self._dead = partial(_death_of, process, status, child.stderr_tail)
+                tail = child.stderr_tail
+                self._dead = lambda: death_of(engine_index, status, tail, process.phase)
                 self._waiting.cancel()
 
     def dismiss(self) -> None:
@@ -177,20 +165,6 @@ class ProcessConnection:
             if not process.has_parted:
                 self.send(Shutdown(), index)
                 self.part(index)
-
-    def _objection(self, identity: bytes, hello: EngineHello) -> str | None:
-        """Say what is wrong with a hello, or return None."""
-        index, num_engines = hello.engine_index, len(self._processes)
-        if not 0 <= index < num_engines:
-            return f"it calls itself engine {index}, and the engines are numbered 0 to {num_engines - 1}"
-        process = self._processes[index]
-        if identity != identity_of(index):
-            return f"{process.name} has the identity {identity_of(index).hex()}, and it came under {identity.hex()}"
-        if hello.version != PROTOCOL_VERSION:
-            return f"{process.name} speaks version {hello.version} of the protocol, and this front {PROTOCOL_VERSION}"
-        if hello.pid != process.pid:
-            return f"{process.name} is process {process.pid}"
-        return None
 
     def _take_waiting(self) -> list[EngineMessage]:
         messages = []
@@ -235,12 +209,6 @@ async def connect_processes(config: EngineConfig) -> AsyncIterator[ProcessConnec
                         yield connection
                     finally:
                         connection.dismiss()
-
-
-def _death_of(process: _EngineProcess, status: int, last_lines: Sequence[str]) -> EngineDeadError:
-    message = describe_exit(process.name, status, last_lines)
-    traceback = "\n".join(last_lines) if status > 0 else ""
-    return EngineDeadError(Cause("EngineDied", message, traceback, process.phase, status))
 
 
 def _write_line_of(name: str, line: str) -> None:

@@ -13,6 +13,8 @@
     │   ├── NotFound 404
     │   ├── QueueFull 429
     │   └── RequestAborted 499    the request was aborted by someone other than the waiter
+    ├── UtilityError              one verb failed, alone; `cause` says whose fault
+    │   └── UtilityTimeout 504    no answer came in time
     └── EngineDeadError 503       the engine itself, with its cause
         └── ExecutorDead          its worker thread or a rank
 
@@ -115,6 +117,23 @@ class RequestAborted(RequestError):
     """The request was aborted before it was complete."""
 
     status_hint = 499
+
+
+class UtilityError(MetronomeError):
+    """A call of one verb failed; the engine runs on. `cause` has type and message of what went wrong."""
+
+    def __init__(self, verb: str, cause: Cause) -> None:
+        """Name the `verb` that failed for `cause`."""
+        super().__init__(f"Call to {verb} failed: {cause.type}: {cause.message}")
+        self.cause = cause
+
+
+class UtilityTimeout(UtilityError, TimeoutError):
+    """The caller's time was over before the answer came; what was asked for may still be done."""
+
+    def __init__(self, verb: str, timeout_s: float) -> None:
+        """Name the `verb` that was not answered within `timeout_s`."""
+        super().__init__(verb, Cause("UtilityTimeout", f"no answer within {timeout_s:g} seconds; it may still come"))
 
 
 class EngineDeadError(MetronomeError):

@@ -2,23 +2,35 @@
 
 With isolation="process" each engine is a child joined by ZMQ (engine_process.py); with isolation="thread" the same
 server runs here over memory channels, and only its executor has a thread. The client cannot tell which it has.
+Without Trio the engine is a child, or runs in the caller's own thread.
+
+`make_client` chooses::
+
+                 isolation "none"     "thread"                   "process"
+    Trio                              AsyncMPClient, channels    AsyncMPClient, ZMQ; several: DPAsyncMPClient
+    no Trio      InprocClient                                    SyncMPClient
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import trio
 
 from engine.client.async_llm import AsyncLLM
 from engine.client.asynchronous import AsyncMPClient, Connection
 from engine.client.data_parallel import DPAsyncMPClient
+from engine.client.inproc import InprocClient
+from engine.client.sync import SyncMPClient
+from engine.client.synchronous import SynchronousClient
 from engine.config import EngineConfig
+from engine.core import EngineCore
 from engine.engine_process import SWITCH_INTERVAL_S, connect_processes
 from engine.errors import Cause, ConfigError, EngineDeadError, ModelError, startup_error
 from engine.executor.base import Progress
@@ -66,14 +78,7 @@ async def open_engine(
         EngineDeadError: The engine died while starting, or while it was being stopped.
     """
     config = EngineConfig.of(**settings) if model is None else EngineConfig.of(model=model, **settings)
-    connect = _CONNECT.get(isolation)
-    if connect is None:
-        raise ConfigError(f"isolation must be one of {', '.join(_CONNECT)}, got {isolation!r}")
-    if isolation == "thread" and config.data_parallel_size > 1:
-        raise ConfigError(
-            f"isolation 'thread' runs one engine, and data_parallel_size is {config.data_parallel_size}: "
-            "take isolation 'process', or data_parallel_size 1"
-        )
+    check_face(isolation, trio=True, data_parallel_size=config.data_parallel_size)
     progress = progress or _ignore_progress
     token = trio.lowlevel.current_trio_token()
 
@@ -86,12 +91,7 @@ async def open_engine(
 
     files = await trio.to_thread.run_sync(open_model, config, from_thread, wait)
     with _short_switch_interval():
-        async with connect(files.config) as connection:
-            readies = await _handshake(connection, progress, config.data_parallel_size)
-            if len(readies) > 1:
-                client: AsyncMPClient = DPAsyncMPClient(files.config, readies, connection)
-            else:
-                client = AsyncMPClient(files.config, readies[0], connection)
+        async with make_client(files.config, isolation=isolation, trio=True, progress=progress) as client:
             llm = AsyncLLM(client, files.tokenizer, files.config, client.ready, files.name)
             async with open_services() as services:
                 services.start_soon(llm.run)
@@ -102,6 +102,70 @@ async def open_engine(
                         failure = await llm.aclose(STOP_TIMEOUT_S)
                 if failure is not None:  # and the body has ended well: nobody knows yet
                     raise failure
+
+
+@overload
+def make_client(
+    config: EngineConfig, *, isolation: str, trio: Literal[True], progress: Progress = ...
+) -> AbstractAsyncContextManager[AsyncMPClient]: ...
+
+
+@overload
+def make_client(
+    config: EngineConfig, *, isolation: str, trio: Literal[False], progress: Progress = ...
+) -> SynchronousClient: ...
+
+
+def make_client(
+    config: EngineConfig, *, isolation: str, trio: bool, progress: Progress | None = None
+) -> AbstractAsyncContextManager[AsyncMPClient] | SynchronousClient:
+    """Start an engine and return its face; nobody else chooses one. `config` is as `open_model` returned it.
+
+    Under Trio the face is what entering gives, and leaving closes it; whoever enters must have stopped the engine
+    before. Without Trio it is there at once, and `shutdown` closes it.
+
+    Raises:
+        ConfigError: There is no face for these two, or the engine cannot be started as `config` asks.
+        ModelError: The model cannot be served.
+        EngineDeadError: The engine died while starting.
+    """
+    check_face(isolation, trio, config.data_parallel_size)
+    progress = progress or _ignore_progress
+    if trio:
+        return _open_asynchronous(config, isolation, progress)
+    return SyncMPClient(config, progress) if isolation == "process" else _make_inproc(config, progress)
+
+
+def check_face(isolation: str, trio: bool, data_parallel_size: int) -> None:
+    """Refuse what `make_client` has no face for, before a model is looked for; raises ConfigError."""
+    known = _CONNECT if trio else _WITHOUT_TRIO
+    if isolation not in known:
+        raise ConfigError(
+            f"isolation={isolation!r} with trio={trio}: no client has both; {'with' if trio else 'without'} Trio, "
+            f"isolation is one of {', '.join(known)}"
+        )
+    if data_parallel_size > 1 and not (trio and isolation == "process"):
+        raise ConfigError(
+            f"isolation={isolation!r} with trio={trio} runs one engine, and data_parallel_size is "
+            f"{data_parallel_size}: leave it out, or take open_engine with isolation 'process', or serve"
+        )
+
+
+@asynccontextmanager
+async def _open_asynchronous(config: EngineConfig, isolation: str, progress: Progress) -> AsyncIterator[AsyncMPClient]:
+    async with _CONNECT[isolation](config) as connection:
+        readies = await _handshake(connection, progress, config.data_parallel_size)
+        if len(readies) > 1:
+            yield DPAsyncMPClient(config, readies, connection)
+        else:
+            yield AsyncMPClient(config, readies[0], connection)
+
+
+def _make_inproc(config: EngineConfig, progress: Progress) -> InprocClient:
+    runner = make_runner(config)
+    capacity = runner.start(progress)
+    core = EngineCore(config, capacity, hash_salt=(config.prefix_hash_seed or "").encode())
+    return InprocClient(config, EngineReady.of(capacity, engine_index=0, pid=os.getpid()), core, runner)
 
 
 def _ignore_progress(phase: str, done: int, total: int) -> None:
@@ -193,6 +257,7 @@ async def _receive_all(channel: trio.MemoryReceiveChannel[Message]) -> list[Mess
     return received
 
 
+_WITHOUT_TRIO = ("none", "process")
 _CONNECT: dict[str, Callable[[EngineConfig], AbstractAsyncContextManager[Connection]]] = {
     "process": connect_processes,
     "thread": _connect_thread,

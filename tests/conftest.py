@@ -130,7 +130,7 @@ def change_engines(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     """Has engine processes run some code before their main; it knows its `rank`."""
 
     def change(code: str) -> None:
-        monkeypatch.setattr("engine.engine_process._MAIN", CHANGED_MAIN.format(root=str(ROOT), change=code))
+        monkeypatch.setattr("engine.handshake._MAIN", CHANGED_MAIN.format(root=str(ROOT), change=code))
 
     return change
 

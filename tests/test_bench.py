@@ -88,8 +88,8 @@ def test_profiling_changes_no_token_and_leaves_no_timer() -> None:
         outputs = llm.generate(workload.prompts(256), workload.params(), use_tqdm=False)
     expected = [expected_tokens(prompt, workload.params(), 10) for prompt in workload.prompts(256)]
     assert [output.outputs[0].token_ids for output in outputs] == expected
-    for part in (llm.core, llm.client, llm.runner):
-        assert not {"plan", "commit", "get_output", "execute"} & vars(part).keys()
+    for part in (llm.client.core, llm.client, llm.client.runner):
+        assert not {"plan", "commit", "peek_output", "execute"} & vars(part).keys()
     rows = profile.table().rows
     parts = [row for name, row in rows.items() if name != "total" and not name.startswith("beside")]
     assert sum(row[1] for row in parts) == pytest.approx(100)

@@ -139,7 +139,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing() -> None:
     [
         (identity_of(1), EngineHello(1, os.getpid() + 1), "engine-1 is process "),
         (identity_of(0), EngineHello(1, os.getpid()), "engine-1 has the identity 0100, and it came under 0000"),
-        (identity_of(2), EngineHello(2, os.getpid()), "it calls itself engine 2, and the engines are numbered 0 to 1"),
+        (identity_of(2), EngineHello(2, os.getpid()), "it calls itself engine-2, and there are engine-0, engine-1"),
         (identity_of(1), EngineHello(1, os.getpid(), PROTOCOL_VERSION + 1), f"version {PROTOCOL_VERSION + 1}"),
     ],
 )

@@ -48,6 +48,12 @@ def test_no_file_of_ours_imports_asyncio_or_pickle(path: Path) -> None:
         assert not {name.split(".")[0] for name in names} & {"asyncio", "pickle", "cloudpickle"}
 
 
+def test_transport_alone_knows_zmq() -> None:
+    for path in PRODUCT:
+        imports = re.search(r"^(import|from) zmq\b", path.read_text(), flags=re.MULTILINE)
+        assert imports is None or path.parent.name == "transport", path
+
+
 def _claims() -> list[tuple[str, str]]:
     """Paths and symbols that the table of known names in ARCHITECTURE.md claims to exist."""
     text = (ROOT / "ARCHITECTURE.md").read_text()

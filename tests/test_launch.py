@@ -276,7 +276,7 @@ async def test_a_failed_start_raises_the_operators_own_error(isolation: str) -> 
 
 
 async def test_an_engine_process_that_dies_while_starting_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.engine_process._MAIN", "raise RuntimeError('no GPU today')")
+    monkeypatch.setattr("engine.handshake._MAIN", "raise RuntimeError('no GPU today')")
     with trio.fail_after(10), pytest.raises(EngineDeadError, match="no GPU today"):
         async with engine.open_engine("null"):
             pass

@@ -6,22 +6,17 @@
        │   └─────── reaper            the reaper, in a session of its own, kills the child's whole group
        └──pidfd, output── child      child dies: `Child.wait` returns, with the last lines it wrote
 
-PDEATHSIG belongs to the *thread* that started the child, and Trio's own process functions start theirs in a pool
-thread that ends when idle; so the child is started in the main thread, blocking it for the few milliseconds of an
-exec. The child's first line is `child_guard()`.
-
-A dead child is left a zombie until the block ends: nobody else can get its pid, nor its group's, meanwhile.
+Child and reaper are started as `spawn.py` says, not by Trio's own process functions: those start theirs in a pool
+thread that ends when idle, and PDEATHSIG belongs to the thread. The child's first line is `child_guard()`.
 Linux first; elsewhere a thread waits for the child and only the pipe tells it of its parent's death.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
-import sys
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -30,33 +25,15 @@ from contextlib import asynccontextmanager
 import trio
 from trio.lowlevel import wait_readable
 
-KILL_GRACE_S = 2.0
-"""How long a killed child, and whoever of its group holds its output, may take to be gone."""
+from transport.spawn import KILL_GRACE_S, returncode_of_zombie, signal_group, start_child
+from transport.spawn import child_guard as child_guard
+from transport.spawn import describe_exit as describe_exit
+from transport.spawn import write_to_stderr as write_to_stderr
+
 MAX_TAIL_LINES = 50
 """How many of the last lines of output are kept."""
 MAX_LINE_BYTES = 1 << 16
 """A longer line is cut; a pipe's capacity, so that one read takes all that a dead child has written."""
-
-_PARENT_VARIABLE = "TRANSPORT_PARENT"
-_PR_SET_PDEATHSIG = 1
-_REAPER = """
-import os, signal, sys
-for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, signal.SIG_IGN)
-os.read(0, 1)
-try:
-    os.killpg(int(sys.argv[1]), signal.SIGKILL)
-finally:
-    import shutil
-    for path in sys.argv[2:]:
-        shutil.rmtree(path, ignore_errors=True)
-"""
-
-
-def write_to_stderr(line: str) -> None:
-    """Pass a child's line on to this process's stderr; a lost terminal is no reason to end."""
-    with contextlib.suppress(OSError):
-        sys.stderr.write(line + "\n")
 
 
 class Child:
@@ -110,10 +87,10 @@ class Child:
             nursery.start_soon(self._attend)
             for number, grace_s in ((signal.SIGTERM, term_grace_s), (signal.SIGKILL, KILL_GRACE_S)):
                 if self.returncode is None:
-                    _signal_group(self.pid, number)
+                    signal_group(self.pid, number)
                     with trio.move_on_after(grace_s):
                         await self._exited.wait()
-            _signal_group(self.pid, signal.SIGKILL)
+            signal_group(self.pid, signal.SIGKILL)
             with trio.move_on_after(KILL_GRACE_S):
                 await self._output.ended.wait()
             nursery.cancel_scope.cancel()
@@ -151,7 +128,7 @@ async def open_child(
         raise RuntimeError(f"{name} must be opened from the main thread: a child dies with the thread that started it")
     failure: BaseException | None = None
     with contextlib.ExitStack() as stack:
-        child = Child(name, _start(stack, argv, env or {}, orphaned_folders), on_stderr_line)
+        child = Child(name, start_child(stack, argv, env or {}, orphaned_folders), on_stderr_line)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(child._attend)
@@ -165,39 +142,6 @@ async def open_child(
                 await child._end(term_grace_s)
     if failure is not None:
         raise failure
-
-
-def child_guard() -> None:
-    """Tie this process to the one that opened it: call it on the first line of the child's main.
-
-    On Linux the kernel kills this process when its parent's starting thread ends. Everywhere a thread waits for the
-    end of the parent's pipe and then kills the whole group, grandchildren included: the one daemon thread of the
-    house, for it must not keep a child alive that is done.
-
-    Raises:
-        RuntimeError: This process was not started by `open_child`.
-    """
-    parent = os.environ.pop(_PARENT_VARIABLE, None)
-    if parent is None:
-        raise RuntimeError("child_guard() is for a process that open_child() started")
-    parent_pid, pipe = map(int, parent.split(":"))
-    os.set_inheritable(pipe, False)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before the line above
-        os.killpg(0, signal.SIGKILL)
-    threading.Thread(target=_die_with_parent, args=(pipe,), name="parent-watch", daemon=True).start()
-
-
-def describe_exit(name: str, returncode: int, stderr_tail: Sequence[str] = ()) -> str:
-    """Say in one line how the process `name` ended: by which signal, or with which status and last words."""
-    if returncode < 0:
-        try:
-            return f"{name} was killed by {signal.Signals(-returncode).name}"
-        except ValueError:
-            return f"{name} was killed by signal {-returncode}"
-    last_words = next((f": {line.strip()}" for line in reversed(stderr_tail) if line.strip()), "")
-    return f"{name} exited with status {returncode}{last_words}"
 
 
 class _LineReader:
@@ -246,36 +190,6 @@ class _LineReader:
         self._on_line(line)
 
 
-def _start(
-    stack: contextlib.ExitStack, argv: Sequence[str], env: Mapping[str, str], orphaned_folders: Sequence[str]
-) -> subprocess.Popen[bytes]:
-    """Start child and reaper; unwinding `stack` leaves no process and no descriptor of them."""
-    read_end, write_end = os.pipe()
-    stack.callback(os.close, write_end)
-    try:
-        child = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-            pass_fds=[read_end],
-            env={**os.environ, **env, _PARENT_VARIABLE: f"{os.getpid()}:{read_end}"},
-        )
-        stack.callback(_kill_and_reap, child)
-        reaper = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _REAPER, str(child.pid), *orphaned_folders],
-            stdin=read_end,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        stack.callback(_kill_and_reap, reaper)
-    finally:
-        os.close(read_end)
-    return child
-
-
 async def _wait_for_exit(process: subprocess.Popen[bytes]) -> int:
     """Wait for the end of `process` and return its returncode; where the system can, it stays a zombie."""
     try:
@@ -286,29 +200,4 @@ async def _wait_for_exit(process: subprocess.Popen[bytes]) -> int:
         await wait_readable(pidfd)
     finally:
         os.close(pidfd)
-    return _returncode_of_zombie(process.pid)
-
-
-def _returncode_of_zombie(pid: int) -> int:
-    end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert end is not None
-    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-
-
-def _signal_group(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS forbids it where only a zombie is left
-        os.killpg(pid, number)
-
-
-def _kill_and_reap(process: subprocess.Popen[bytes]) -> None:
-    """Kill the group that `process` leads; at once where it is dead already, as after an orderly end."""
-    _signal_group(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel, where no signal reaches it
-        process.wait(KILL_GRACE_S)
-    if process.stdout is not None:
-        process.stdout.close()
-
-
-def _die_with_parent(pipe: int) -> None:
-    os.read(pipe, 1)
-    os.killpg(0, signal.SIGKILL)
+    return returncode_of_zombie(process.pid)

@@ -337,12 +337,7 @@ class AsyncLLM:
             if slot is None:
                 continue
             state, stream = slot
-            try:
-                if state.add(output, now_s):
-                    stopped.append(output.request_id)
-            except Exception as error:  # a request that cannot be turned into text fails alone
-                logger.exception("request %s failed in output processing", state.request_id)
-                state.completions[output.request_id].fail(Cause.of(error))
+            if state.receive(output, now_s):
                 stopped.append(output.request_id)
             if output.finish_reason is not None:
                 del self._slots[output.request_id]

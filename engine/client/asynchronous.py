@@ -14,7 +14,7 @@ import trio
 
 from engine.client.client import EngineCoreClient
 from engine.config import EngineConfig
-from engine.errors import Cause, EngineDeadError, MetronomeError
+from engine.errors import Cause, EngineDeadError, UtilityError
 from engine.outputs import RequestId
 from engine.protocol import (
     AbortReason,
@@ -48,10 +48,6 @@ class Connection(Protocol):
         Raises:
             EngineDeadError: An engine died and all it said has been returned.
         """
-
-
-class UtilityError(MetronomeError):
-    """A utility call failed in the engine; the engine runs on."""
 
 
 class AsyncMPClient(EngineCoreClient):
@@ -151,8 +147,7 @@ class AsyncMPClient(EngineCoreClient):
             assert self.death is not None
             raise self.death
         if call.result.failure is not None:
-            failure = call.result.failure
-            raise UtilityError(f"Call to {type(verb).__name__} failed: {failure.type}: {failure.message}")
+            raise UtilityError(type(verb).__name__, call.result.failure)
         return call.result.value
 
     def shutdown(self) -> None:

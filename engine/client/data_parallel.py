@@ -13,9 +13,9 @@ from typing import Any
 import msgspec
 import trio
 
-from engine.client.asynchronous import AsyncMPClient, Connection, UtilityError
+from engine.client.asynchronous import AsyncMPClient, Connection
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError
+from engine.errors import EngineDeadError, UtilityError
 from engine.metrics import SchedulerStats
 from engine.outputs import RequestId
 from engine.protocol import AbortReason, EngineCoreOutputs, EngineCoreRequest, EngineMessage, EngineReady, Verb
@@ -116,7 +116,7 @@ class DPAsyncMPClient(AsyncMPClient):
             try:
                 results[rank] = await self._engines[rank].call(verb)
             except UtilityError as failure:
-                failures.append(UtilityError(f"engine {rank}: {failure}"))
+                failures.append(UtilityError(type(verb).__name__, failure.cause.at(f"engine {rank}")))
             except EngineDeadError as death:
                 failures.append(death)
 

@@ -1,67 +1,141 @@
-"""The face of an engine in this very thread: no task, no thread, no socket. One `get_output` is one step."""
+"""The face of an engine in this very thread: no task, no thread, no socket. One step at a time, by plain calls.
+
+Ctrl-C may interrupt the runner's part of a step alone. The step is undone before the next, and its tokens are computed
+again: nothing is lost.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterable
+from typing import Any
 
-from engine.client.client import EngineCoreClient
+from engine.client.interrupts import InterruptsHeld
+from engine.client.synchronous import STOP_TIMEOUT_S, SynchronousClient
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.errors import Cause
+from engine.errors import Cause, EngineDeadError, UtilityError, UtilityTimeout
 from engine.executor.base import Runner
 from engine.outputs import ModelRunnerOutput, RequestId, SchedulerOutput
-from engine.protocol import AbortReason, EngineCoreOutputs, EngineCoreRequest, EngineReady
+from engine.protocol import (
+    AbortReason,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    EngineReady,
+    Pause,
+    ResetPrefixCache,
+    Resume,
+    Verb,
+)
 
 
-class InprocClient(EngineCoreClient):
-    """Drives a core and a runner by plain calls; owned by one caller."""
+class InprocClient(SynchronousClient):
+    """Drives a core and a runner by plain calls; owned by one caller.
+
+    Attributes:
+        core, runner: What it drives, for who measures them; nobody else calls them.
+    """
 
     def __init__(self, config: EngineConfig, ready: EngineReady, core: EngineCore, runner: Runner) -> None:
         """Take over `core` and the started `runner`."""
         super().__init__(config, ready)
-        self._core = core
-        self._runner = runner
+        self.core = core
+        self.runner = runner
+        self._plan: SchedulerOutput | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether another step would do anything."""
-        return self._core.has_work
+        return self.core.has_work
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Add `request` straight to the core; raises QueueFull."""
-        self._admit(request)
-        self._core.add(request, time.monotonic())
+        """Add `request` straight to the core; raises QueueFull, or EngineDeadError after a shutdown."""
+        if self.death is not None:
+            raise self.death
+        with InterruptsHeld():
+            self._admit(request)
+            self.core.add(request, time.monotonic())
 
     def abort_requests(self, request_ids: Iterable[RequestId], reason: AbortReason) -> None:
         """End live requests; their terminal outputs come with the next `get_output`."""
-        self._core.abort(request_ids, reason)
+        with InterruptsHeld():
+            self.core.abort(request_ids, reason)
 
-    def get_output(self) -> EngineCoreOutputs:
-        """Take one step, if there is one to take, and return what came of it; raises what the step raises."""
-        step = 0
-        plan = self._core.plan(time.monotonic())
-        if plan is not None:
-            step = plan.step
-            self._core.commit(plan, self._run(plan), time.monotonic())
-        message = EngineCoreOutputs(
-            engine_index=self.ready.engine_index,
-            step=step,
-            outputs=self._core.take_outputs(),
-            scheduler_stats=self._core.stats(),
-            timestamp=time.monotonic(),
-        )
-        self._settle(message)
-        return message
+    def call(self, verb: Verb, timeout_s: float | None = None) -> Any:
+        """Run `verb` now; a pause takes the steps it waits for, and their outputs are kept for `get_output`."""
+        if self.death is not None:
+            raise self.death
+        deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
+        try:
+            match verb:
+                case ResetPrefixCache(reset_running):
+                    with InterruptsHeld():
+                        self._undo()
+                        return self.core.reset_prefix_cache(reset_running)
+                case Pause(mode):
+                    with InterruptsHeld():
+                        self._undo()
+                        self.core.pause(mode)
+                    while not self.core.is_paused:
+                        if deadline_s is not None and time.monotonic() >= deadline_s:
+                            raise UtilityTimeout("Pause", timeout_s or 0)
+                        self._advance()
+                case Resume():
+                    self.core.resume()
+        except ValueError as error:
+            raise UtilityError(type(verb).__name__, Cause.of(error)) from error
+
+    def shutdown(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """See `SynchronousClient.shutdown`; there is nothing to wait for."""
+        if self.death is not None:
+            return
+        with InterruptsHeld():
+            self._undo()
+            self.core.abort_all(AbortReason.SHUTDOWN)
+            self._collect(0)
+            self.death = EngineDeadError(Cause("EngineStopped", "the engine was shut down"))
+            self.has_stopped = True
+
+    def _advance(self) -> None:
+        """Take one step, if there is one to take, and keep what came of it; raises what the step raises."""
+        with InterruptsHeld():
+            self._undo()
+            plan = self._plan = self.core.plan(time.monotonic())
+        output = None if plan is None else self._run(plan)
+        with InterruptsHeld():
+            if plan is not None and output is not None:
+                self._plan = None
+                self.core.commit(plan, output, time.monotonic())
+            self._collect(0 if plan is None else plan.step)
 
     def _run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run both halves of a step; one that is interrupted or fails ends its requests."""
+        """Run both halves of a step; one that fails ends its requests."""
         try:
-            self._runner.execute(plan)
+            self.runner.execute(plan)
             while True:
-                output = self._runner.sample(self._core.grammar_masks(plan))
+                output = self.runner.sample(self.core.grammar_masks(plan))
                 if output.step == plan.step:  # else left over from a step that was interrupted half way
                     return output
-        except BaseException as error:
-            self._core.fail(plan, Cause.of(error))
+        except Exception as error:
+            with InterruptsHeld():
+                self._plan = None
+                self.core.fail(plan, Cause.of(error))
             raise
+
+    def _undo(self) -> None:
+        """Undo a step that was interrupted: its requests go on from where it found them."""
+        if self._plan is not None:
+            plan, self._plan = self._plan, None
+            self.core.fail(plan, Cause("Interrupted", "the step was interrupted"), [])
+
+    def _collect(self, step: int) -> None:
+        """Keep what the core has to say for `get_output`."""
+        self._outputs.append(
+            EngineCoreOutputs(
+                engine_index=self.ready.engine_index,
+                step=step,
+                outputs=self.core.take_outputs(),
+                scheduler_stats=self.core.stats(),
+                timestamp=time.monotonic(),
+            )
+        )

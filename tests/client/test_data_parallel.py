@@ -13,9 +13,8 @@ import pytest
 import trio
 
 import engine
-from engine.client.asynchronous import UtilityError
 from engine.client.data_parallel import LeastInFlight
-from engine.errors import EngineDeadError, InvalidRequest, QueueFull
+from engine.errors import EngineDeadError, InvalidRequest, QueueFull, UtilityError
 from engine.metrics import SchedulerStats
 from engine.outputs import FinishReason
 from engine.protocol import PauseMode
@@ -312,7 +311,7 @@ async def test_a_verb_that_fails_in_one_engine_is_told_with_its_number(change_en
         "if rank == 1: EngineCore.reset_prefix_cache = refuse\n"
     )
     async with open_engines() as llm:
-        with pytest.raises(UtilityError, match="engine 1: Call to ResetPrefixCache failed: ValueError: not today"):
+        with pytest.raises(UtilityError, match="Call to ResetPrefixCache failed: ValueError: engine 1: not today"):
             await llm.reset_prefix_cache()
         async with llm.generate("x", GREEDY, data_parallel_rank=1) as stream:
             await stream.collect()

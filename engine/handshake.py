@@ -1,0 +1,78 @@
+"""How an engine process is started and greeted, and how its death is told: what its parents do alike, with Trio or not.
+
+::
+
+    parent                                     engine process
+      │ ◀── EngineHello: rank, pid, version ───── │
+      │ ─── Configure ──────────────────────────▶ │
+      │ ◀── StartProgress …, EngineReady ──────── │   or EngineDead, with the phase that failed
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import engine
+from engine.errors import Cause, EngineDeadError
+from engine.protocol import PROTOCOL_VERSION, EngineHello
+from transport.spawn import describe_exit
+
+TERM_GRACE_S = 2.0
+"""How long an engine process may take to exit after its last word, before it is killed."""
+
+_ROOT = str(Path(engine.__file__).parent.parent)
+# -P and the explicit path: the child imports this very engine, whatever folder it is started in.
+_MAIN = f"import sys; sys.path.insert(0, {_ROOT!r}); from engine.engine_process import main; main()"
+
+
+def engine_name(engine_index: int) -> str:
+    """Return what messages call the engine with this rank."""
+    return f"engine-{engine_index}"
+
+
+def identity_of(engine_index: int) -> bytes:
+    """Return the ZMQ identity of the engine with this rank."""
+    return engine_index.to_bytes(2, "little")
+
+
+def engine_argv(engine_index: int, request_address: str, output_address: str) -> list[str]:
+    """Return program and arguments of an engine process that connects to its parent's two sockets."""
+    return [sys.executable, "-P", "-c", _MAIN, str(engine_index), request_address, output_address]
+
+
+def check_hello(identity: bytes, hello: EngineHello, pids: Mapping[int, int]) -> None:
+    """Refuse an engine that is none of those that were started, or speaks another version of the protocol.
+
+    `pids` are the processes that were started, by rank.
+
+    Raises:
+        EngineDeadError: Naming what is wrong with the hello.
+    """
+    if objection := _objection(identity, hello, pids):
+        raise EngineDeadError(Cause("ProtocolError", f"refused a hello of process {hello.pid}: {objection}"))
+
+
+def _objection(identity: bytes, hello: EngineHello, pids: Mapping[int, int]) -> str | None:
+    rank, name = hello.engine_index, engine_name(hello.engine_index)
+    if rank not in pids:
+        return f"it calls itself {name}, and there are {', '.join(map(engine_name, pids))}"
+    if identity != identity_of(rank):
+        return f"{name} has the identity {identity_of(rank).hex()}, and it came under {identity.hex()}"
+    if hello.version != PROTOCOL_VERSION:
+        return f"{name} speaks version {hello.version} of the protocol, and this front {PROTOCOL_VERSION}"
+    if hello.pid != pids[rank]:
+        return f"{name} is process {pids[rank]}"
+    return None
+
+
+def death_of(engine_index: int, returncode: int, output_tail: Sequence[str], phase: str = "") -> EngineDeadError:
+    """Describe the end of an engine process that said no last word: its status or signal, and what it wrote last.
+
+    `phase` is where its start was, empty once it was ready.
+    """
+    message = describe_exit(engine_name(engine_index), returncode, output_tail)
+    began = [index for index, line in enumerate(output_tail) if line.startswith("Traceback ")]
+    traceback = "\n".join(output_tail[began[-1] :]) if began else ""
+    return EngineDeadError(Cause("EngineDied", message, traceback, phase, returncode))
