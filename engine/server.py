@@ -114,7 +114,9 @@ class EngineCoreServer:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._receive_task)
                 cause = await self._serve()
-                last_word = EngineStopped(self._engine_index) if cause is None else EngineDead(cause)
+                last_word = (
+                    EngineStopped(self._engine_index) if cause is None else EngineDead(cause, self._engine_index)
+                )
                 self._send(last_word)
                 with trio.move_on_after(LAST_WORD_TIMEOUT_S):
                     await self._acknowledged.wait()
@@ -160,7 +162,7 @@ class EngineCoreServer:
         if phase != self._phase:
             logger.info("starting: %s", phase)
         self._phase = phase
-        self._send(StartProgress(phase, done, total))
+        self._send(StartProgress(phase, done, total, self._engine_index))
 
     # -- the tasks -----------------------------------------------------------------------------------------------
 

@@ -119,6 +119,37 @@ def byte_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 ROOT = Path(__file__).parent.parent
+CHANGED_MAIN = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+import msgspec
+from engine import engine_process, protocol
+from engine.executor.null import NullModelRunner
+rank = int(sys.argv[1])
+start, execute = NullModelRunner.start, NullModelRunner.execute
+{change}
+engine_process.main()
+"""
+
+
+@pytest.fixture
+def change_engines(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has engine processes run some code before their main; it knows its `rank`."""
+
+    def change(code: str) -> None:
+        monkeypatch.setattr("engine.handshake._MAIN", CHANGED_MAIN.format(root=str(ROOT), change=code))
+
+    return change
+
+
+@pytest.fixture
+def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where this process's temporary files are; nothing may be left there."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(folder))
+    yield folder
+    assert not list(folder.iterdir())
 
 
 class ServerProcess:
