@@ -18,7 +18,6 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -46,7 +45,8 @@ from engine.server import EngineCoreServer
 from engine.task_tree import answer_signals
 from transport.channel import ReceiveChannel, RouterReceiveChannel, SendChannel
 from transport.codec import DecodeError
-from transport.process import child_guard, describe_exit, open_child, write_to_stderr
+from transport.folder import open_folder
+from transport.process import describe_exit, open_child, write_to_stderr
 from transport.services import open_services
 from transport.zmq_socket import SocketKind, ZmqSocket, open_context
 
@@ -56,13 +56,19 @@ TERM_GRACE_S = 2.0
 """How long an engine process may take to exit after its last word, before it is killed."""
 SWITCH_INTERVAL_S = 2e-4
 """How long a thread may keep the GIL from another: at the default 5 ms a busy thread starves the step loop."""
+FOLDER_PREFIX = "metronome-sockets-"
+"""Of the folders for sockets, in the folder for temporary files; after a kill the next start removes what is left."""
 MAX_RECEIVED = 256
 """Messages taken from a socket in one go."""
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 _ROOT = str(Path(engine.__file__).parent.parent)
 # -P and the explicit path: the child imports this very engine, whatever folder it is started in.
-_MAIN = f"import sys; sys.path.insert(0, {_ROOT!r}); from engine.engine_process import main; main()"
+# The guard stands before the engine's imports, in which its parent may die too.
+_MAIN = (
+    f"import sys; sys.path.insert(0, {_ROOT!r}); from transport.process import child_guard; child_guard(); "
+    "from engine.engine_process import main; main()"
+)
 
 
 def identity_of(engine_index: int) -> bytes:
@@ -220,7 +226,7 @@ async def connect_processes(config: EngineConfig) -> AsyncIterator[ProcessConnec
         EngineDeadError: A process that is none of these engines said hello.
         OSError: A process cannot be started.
     """
-    with tempfile.TemporaryDirectory(prefix="metronome-", ignore_cleanup_errors=True) as folder:
+    with open_folder(FOLDER_PREFIX) as folder:
         async with open_context() as context:
             router = ZmqSocket(context, SocketKind.ROUTER)
             pull = ZmqSocket(context, SocketKind.PULL)
@@ -256,7 +262,6 @@ def _report_bad_message(error: DecodeError) -> None:
 
 def main() -> None:
     """Be an engine process: arguments are the rank and the addresses of the front's two sockets."""
-    child_guard()
     # The terminal's or the service manager's signals go to all processes; the front alone decides the order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     engine_index, request_address, output_address = sys.argv[1:]

@@ -7,7 +7,7 @@ import math
 from functools import partial
 
 from engine.scheduler.policy import POLICIES
-from fuzz import driver, faults, http, kills, kv_cache, scheduler
+from fuzz import driver, faults, http, kills, kv_cache, scheduler, transport
 
 TARGETS = {
     "faults": faults.run,
@@ -15,6 +15,7 @@ TARGETS = {
     "kills": kills.run,
     "kv_cache": partial(driver.run, kv_cache.TARGET),
     "scheduler": partial(driver.run, scheduler.TARGET),
+    "transport": transport.run,
 }
 
 

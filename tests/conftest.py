@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import zmq
 
 from engine.models import DEFAULT
 from engine.models.store import resolve
@@ -55,6 +56,12 @@ def _sockets() -> set[str]:
         if link.startswith(("socket:", "anon_inode:[pidfd]", "anon_inode:[eventfd]")):
             links.add(f"{fd.name} {link}")
     return links
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pyzmq_collector() -> None:
+    """Start pyzmq's collector thread, which the first zero-copy frame starts and which lives to the end."""
+    zmq.Frame(bytes(zmq.COPY_THRESHOLD), copy=False)
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +122,8 @@ ROOT = Path(__file__).parent.parent
 CHANGED_MAIN = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
+from transport.process import child_guard
+child_guard()
 import msgspec
 from engine import engine_process, protocol
 from engine.executor.null import NullModelRunner

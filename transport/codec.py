@@ -32,17 +32,19 @@ class Encoder:
         self._frames: list[Frame] = []
         self._msgpack = msgspec.msgpack.Encoder(enc_hook=self._encode_unknown)
 
-    def encode(self, message: Any) -> list[Frame]:
+    def encode(self, message: Any, buffer: bytearray | None = None) -> list[Frame]:
         """Return `message` as frames: the msgpack payload, then one frame for each large array, not copied.
 
-        The frames view the arrays' memory: leave it unchanged until the message was read.
+        The payload is written into `buffer`, over what it holds, and is that very buffer. The other frames view the
+        arrays' memory: leave it, and the buffer, unchanged until the message was written.
 
         Raises:
             TypeError: The message holds something that cannot be sent; the caller is at fault.
         """
-        self._frames = [b""]
+        payload = bytearray() if buffer is None else buffer
+        self._frames = [payload]
         try:
-            self._frames[0] = self._msgpack.encode(message)
+            self._msgpack.encode_into(message, payload)
             return self._frames
         finally:
             self._frames = []
