@@ -13,6 +13,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -145,13 +146,12 @@ def change_engines(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 @pytest.fixture
-def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where this process's temporary files are; nothing may be left there."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    yield folder
-    assert not list(folder.iterdir())
+def temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where this process's temporary files are; nothing may be left there. Its path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        monkeypatch.setattr("tempfile.tempdir", folder)
+        yield Path(folder)
+        assert not os.listdir(folder)
 
 
 class ServerProcess:
