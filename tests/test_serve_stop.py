@@ -174,16 +174,15 @@ def test_a_signal_during_the_death_of_the_engine_does_not_hide_it(start_server: 
     assert "SIGKILL" in server.lines[-1]
 
 
-def test_killing_the_front_leaves_nothing(start_server: Any, tmp_path: Path) -> None:
+def test_killing_the_front_leaves_nothing(start_server: Any, tmp_path: Path, temporary_folder: Path) -> None:
     """`python -m fuzz kills` does it many times, at random moments."""
-    temporary, path = tmp_path / "temporary", tmp_path / "socket"
-    temporary.mkdir()
-    server = start_server("null", "--uds", str(path), env={"TMPDIR": str(temporary)})
+    path = tmp_path / "socket"
+    server = start_server("null", "--uds", str(path), env={"TMPDIR": str(temporary_folder)})
     server.wait_line("ready")
     with all_gone(server.children):
         server.process.kill()
         server.process.wait()
-    assert not list(temporary.iterdir())
+    assert not list(temporary_folder.iterdir())
     again = start_server("null", "--uds", str(path))  # the stale socket hinders nobody
     again.wait_line("ready")
     again.process.send_signal(signal.SIGTERM)
