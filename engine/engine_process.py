@@ -68,6 +68,7 @@ class _EngineProcess:
     Attributes:
         name: What messages call it.
         pid: Its process id; 0 until it is started.
+        started: Set then.
         phase: Where its start is; empty once it is ready.
         has_spoken: Whether a message came on its output socket: both its ends are connected.
         has_parted: Whether its end is expected.
@@ -77,6 +78,7 @@ class _EngineProcess:
     def __init__(self, engine_index: int) -> None:
         self.name = engine_name(engine_index)
         self.pid = 0
+        self.started = trio.Event()
         self.phase = "hello"
         self.has_spoken = False
         self.has_parted = False
@@ -137,6 +139,8 @@ class ProcessConnection:
         Raises:
             EngineDeadError: A hello is not what one of these engines would say.
         """
+        for process in self._processes:
+            await process.started.wait()
         for _ in self._processes:
             identity, hello = await self._hellos.receive()
             check_hello(identity, hello, {index: process.pid for index, process in enumerate(self._processes)})
@@ -157,6 +161,7 @@ class ProcessConnection:
             process.name, argv, term_grace_s=TERM_GRACE_S, on_stderr_line=on_line, orphaned_folders=folders
         ) as child:
             process.pid = child.pid
+            process.started.set()
             status = await child.wait()
             process.has_ended = True
             if self._dead is None and not process.has_parted:

@@ -13,6 +13,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -122,6 +123,8 @@ ROOT = Path(__file__).parent.parent
 CHANGED_MAIN = """
 import os, signal, sys
 sys.path.insert(0, {root!r})
+from transport.process import child_guard
+child_guard()
 import msgspec
 from engine import engine_process, protocol
 from engine.executor.null import NullModelRunner
@@ -143,13 +146,12 @@ def change_engines(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
 
 @pytest.fixture
-def temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where this process's temporary files are; nothing may be left there."""
-    folder = tmp_path / "temporary"
-    folder.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(folder))
-    yield folder
-    assert not list(folder.iterdir())
+def temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where this process's temporary files are; nothing may be left there. Its path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        monkeypatch.setattr("tempfile.tempdir", folder)
+        yield Path(folder)
+        assert not os.listdir(folder)
 
 
 class ServerProcess:

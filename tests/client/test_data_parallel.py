@@ -36,13 +36,19 @@ NullModelRunner.execute = failing_execute
 
 @asynccontextmanager
 async def open_engines(number: int = 2, **settings: Any) -> AsyncIterator[Any]:
-    with trio.fail_after(20):  # a test that hangs fails
+    with trio.fail_after(60):  # a test that hangs fails
         async with engine.open_engine("null", data_parallel_size=number, **settings) as llm:
             yield llm
 
 
 def num_live(llm: Any) -> list[int]:
     return [face.num_live for face in llm._client.engines]
+
+
+def halt(pid: int) -> None:
+    """Have the child stand still; it does when this returns."""
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
 
 
 async def wait_until_idle(llm: Any) -> None:
@@ -175,14 +181,15 @@ async def test_an_abort_reaches_the_engine_that_has_the_request_and_no_other_req
 
 async def test_an_engine_that_stands_still_does_not_delay_the_others() -> None:
     async with open_engines() as llm, trio.open_nursery() as nursery:
-        os.kill(llm.readies[1].pid, signal.SIGSTOP)
+        halt(llm.readies[1].pid)
         late: list[Any] = []
 
-        async def read_late() -> None:
+        async def read_late(task_status: trio.TaskStatus[None]) -> None:
             async with llm.generate("late", GREEDY, data_parallel_rank=1) as stream:
+                task_status.started()
                 late.append(await stream.collect())
 
-        nursery.start_soon(read_late)
+        await nursery.start(read_late)
         for _ in range(10):
             async with llm.generate("x", GREEDY) as stream:
                 assert num_live(llm) == [1, 1], "the one with the fewest in flight is the one that answers"
@@ -210,7 +217,7 @@ async def test_a_killed_engine_ends_every_stream_and_waiter_of_all_engines_with_
             for rank in (0, 1, 2) * 4:
                 nursery.start_soon(expect_death, lambda rank=rank: read(rank))
             await llm.wait_for_stats(lambda stats: stats.num_running == 12)
-            os.kill(llm.readies[2].pid, signal.SIGSTOP)  # so that the pause is never complete
+            halt(llm.readies[2].pid)  # so that the pause is never complete
             nursery.start_soon(expect_death, lambda: llm.pause(PauseMode.WAIT))
             nursery.start_soon(expect_death, lambda: llm.wait_for_stats(lambda stats: stats.num_running > 99))
             await trio.testing.wait_all_tasks_blocked()
@@ -223,7 +230,7 @@ async def test_a_killed_engine_ends_every_stream_and_waiter_of_all_engines_with_
 
 
 async def test_the_others_stop_in_order_after_a_death(temporary_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.engine_process.TERM_GRACE_S", 60)  # nobody waits for a grace time to be over
+    monkeypatch.setattr("engine.engine_process.TERM_GRACE_S", 600)  # nobody waits for a grace time to be over
     async with open_engines(3) as llm:
         os.kill(llm.readies[1].pid, signal.SIGKILL)
         await llm.wait_ended()
@@ -256,7 +263,7 @@ async def test_an_engine_that_does_not_stop_is_named_and_the_others_do(monkeypat
         async with open_engines(3, null_step_ms=1) as llm:
             nursery.start_soon(read, llm)
             await llm.wait_for_stats(lambda stats: stats.num_running == 1)
-            os.kill(llm.readies[1].pid, signal.SIGSTOP)
+            halt(llm.readies[1].pid)
 
     async with trio.open_nursery() as nursery:
         with pytest.raises(EngineDeadError, match=r"engine 1 did not stop within 0\.5 seconds"):
