@@ -1,8 +1,8 @@
 """The verbs under Trio: begun when they come, waited for beside the steps, each answered under its id.
 
 The step task alone calls these methods, as the core is its own; one task, `run`, asks the runner for one call after the
-other, in the order in which they came to it, and hands the answers back. A call is always answered: by the verb, by what it raised, or by a refusal once the engine stops. The
-engine's death answers those left, on the client's side.
+other, in the order in which they came to it, and hands the answers back. A call is always answered: by the verb, by
+what it raised, or by a refusal once the engine stops. The engine's death answers those left, on the client's side.
 """
 
 from __future__ import annotations

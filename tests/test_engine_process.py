@@ -156,6 +156,7 @@ async def test_a_hello_that_none_of_the_engines_would_say_is_refused_by_name(
             connection = ProcessConnection(router, pull, 2, folder)
             for process in connection._processes:
                 process.pid = os.getpid()
+                process.started.set()
             await SendChannel[EngineHello](dealer).send(hello)
             with trio.fail_after(5), pytest.raises(EngineDeadError, match=text) as raised:
                 await connection.greet(EngineConfig(model="null", data_parallel_size=2))
