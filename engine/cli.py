@@ -106,14 +106,14 @@ async def _serve_until(config: EngineConfig, serve_config: ServeConfig, stop: tr
 def _log_ready(llm: AsyncLLM, addresses: list[str]) -> None:
     ready = llm.ready
     logger.info(
-        "ready: %s on %s (context %d tokens, %d KV blocks of %d tokens, up to %d requests at once, engine process %d)",
+        "ready: %s on %s (context %d tokens, %s KV blocks of %d tokens, up to %d requests at once, engine process%s)",
         llm.model_name,
         " ".join(addresses),
         ready.max_model_len,
-        ready.num_kv_blocks,
+        " + ".join(str(ready.num_kv_blocks) for ready in llm.readies),
         ready.block_size,
-        llm.config.max_num_seqs,
-        ready.pid,
+        llm.config.max_num_seqs * len(llm.readies),
+        ("" if len(llm.readies) == 1 else "es") + " " + " ".join(str(ready.pid) for ready in llm.readies),
     )
 
 

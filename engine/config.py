@@ -68,6 +68,9 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    data_parallel_size: Annotated[
+        int, Meta(description="engine processes that share the requests, each with the whole model", ge=1, le=1024)
+    ] = 1
     max_num_seqs: Annotated[int, Meta(description="most requests in one step", ge=1, le=65536)] = 64
     max_num_batched_tokens: Annotated[int, Meta(description="most tokens in one step", ge=1, le=1048576)] = 512
     max_num_waiting: Annotated[
@@ -81,7 +84,10 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
     ) = None
     block_size: Annotated[int, Meta(description="tokens a KV block", ge=1, le=4096)] = 16
     kv_cache_memory_bytes: (
-        Annotated[int, Meta(description="memory for keys and values, in bytes; computed when unset", ge=1, le=2**50)]
+        Annotated[
+            int,
+            Meta(description="memory for keys and values of an engine, in bytes; computed when unset", ge=1, le=2**50),
+        ]
         | None
     ) = None
     num_gpu_blocks_override: (
@@ -109,7 +115,12 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
         Annotated[str, Meta(description="salt of the prefix hashes; drawn at random when unset")] | None
     ) = None
     num_threads: (
-        Annotated[int, Meta(description="threads a tensor operation may use; all cores when unset", ge=1, le=4096)]
+        Annotated[
+            int,
+            Meta(
+                description="threads a tensor operation may use; an equal share of the cores when unset", ge=1, le=4096
+            ),
+        ]
         | None
     ) = None
     null_step_ms: Annotated[

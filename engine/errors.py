@@ -55,6 +55,10 @@ class Cause(msgspec.Struct, array_like=True, omit_defaults=True, frozen=True):
         """Describe `error`; of an exception group the one failure that explains the rest, with the rest in `causes`."""
         return _describe(error, phase, MAX_DEPTH)
 
+    def at(self, where: str) -> Cause:
+        """Return this cause with the name of where it arose before its message."""
+        return msgspec.structs.replace(self, message=f"{where}: {self.message}")
+
     def __str__(self) -> str:
         where = f" (while starting: {self.phase})" if self.phase else ""
         return f"{self.type}: {self.message}{where}"

@@ -50,6 +50,8 @@ SAMPLING_HELP = {
 
 SHARED = ("seed",)
 """Fields of `EngineConfig` whose flags are the sampling parameters' where a verb has both."""
+_SHORT = {"data_parallel_size": ("-dp",)}
+"""What some flags are called too."""
 _NOT_IN_FILE = {"help", "config"}
 Settings = TypeVar("Settings", EngineConfig, ServeConfig)
 
@@ -156,7 +158,8 @@ def _add_setting(group: Any, setting: Setting, default: Any) -> None:
         return
     metavar = None if setting.choices else setting.kind.__name__.upper()
     choices = setting.choices or None
-    group.add_argument(setting.flag, type=setting.kind, choices=choices, metavar=metavar, default=default, help=text)
+    names = [setting.flag, *_SHORT.get(setting.name, ())]
+    group.add_argument(*names, type=setting.kind, choices=choices, metavar=metavar, default=default, help=text)
 
 
 def _add_sampling_flag(group: Any, name: str, text: str, default: Any) -> None:

@@ -10,8 +10,9 @@
 
 from __future__ import annotations
 
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import engine
@@ -48,15 +49,29 @@ def engine_argv(engine_index: int, request_address: str, output_address: str) ->
     return [sys.executable, "-P", "-c", _MAIN, str(engine_index), request_address, output_address]
 
 
-def check_hello(engine_index: int, identity: bytes, hello: EngineHello) -> None:
-    """Refuse an engine that is not the one that was started, or speaks another version of the protocol.
+def check_hello(identity: bytes, hello: EngineHello, pids: Mapping[int, int]) -> None:
+    """Refuse an engine that is none of those that were started, or speaks another version of the protocol.
+
+    `pids` are the processes that were started, by rank.
 
     Raises:
-        EngineDeadError: Naming what it said.
+        EngineDeadError: Naming what is wrong with the hello.
     """
-    if identity != identity_of(engine_index) or hello.version != PROTOCOL_VERSION:
-        message = f"{engine_name(engine_index)} said {hello} under the name {identity.hex()}"
-        raise EngineDeadError(Cause("ProtocolError", message))
+    if objection := _objection(identity, hello, pids):
+        raise EngineDeadError(Cause("ProtocolError", f"refused a hello of process {hello.pid}: {objection}"))
+
+
+def _objection(identity: bytes, hello: EngineHello, pids: Mapping[int, int]) -> str | None:
+    rank, name = hello.engine_index, engine_name(hello.engine_index)
+    if rank not in pids:
+        return f"it calls itself {name}, and there are {', '.join(map(engine_name, pids))}"
+    if identity != identity_of(rank):
+        return f"{name} has the identity {identity_of(rank).hex()}, and it came under {identity.hex()}"
+    if hello.version != PROTOCOL_VERSION:
+        return f"{name} speaks version {hello.version} of the protocol, and this front {PROTOCOL_VERSION}"
+    if hello.pid != pids[rank]:
+        return f"{name} is process {pids[rank]}"
+    return None
 
 
 def death_of(engine_index: int, returncode: int, output_tail: Sequence[str], phase: str = "") -> EngineDeadError:
@@ -65,6 +80,8 @@ def death_of(engine_index: int, returncode: int, output_tail: Sequence[str], pha
     `phase` is where its start was, empty once it was ready.
     """
     message = describe_exit(engine_name(engine_index), returncode, output_tail)
+    if returncode == -signal.SIGALRM:
+        message += ": its loop stood still (--step-timeout); the stacks of its threads stand above"
     began = [index for index, line in enumerate(output_tail) if line.startswith("Traceback ")]
     traceback = "\n".join(output_tail[began[-1] :]) if began else ""
     return EngineDeadError(Cause("EngineDied", message, traceback, phase, returncode))

@@ -1,13 +1,13 @@
-"""Who runs where: an engine in a process of its own, or as tasks of this process; handshake and teardown.
+"""Who runs where: engines in processes of their own, or one as tasks of this process; handshake and teardown.
 
-With isolation="process" the engine is a child joined by ZMQ (engine_process.py); with isolation="thread" the same
+With isolation="process" each engine is a child joined by ZMQ (engine_process.py); with isolation="thread" the same
 server runs here over memory channels, and only its executor has a thread. The client cannot tell which it has.
 Without Trio the engine is a child, or runs in the caller's own thread.
 
 `make_client` chooses::
 
                  isolation "none"     "thread"                   "process"
-    Trio                              AsyncMPClient, channels    AsyncMPClient, ZMQ
+    Trio                              AsyncMPClient, channels    AsyncMPClient, ZMQ; several: DPAsyncMPClient
     no Trio      InprocClient                                    SyncMPClient
 """
 
@@ -25,18 +25,27 @@ import trio
 
 from engine.client.async_llm import AsyncLLM
 from engine.client.asynchronous import AsyncMPClient, Connection
+from engine.client.data_parallel import DPAsyncMPClient
 from engine.client.inproc import InprocClient
 from engine.client.sync import SyncMPClient
 from engine.client.synchronous import SynchronousClient
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.engine_process import SWITCH_INTERVAL_S, connect_process
-from engine.errors import Cause, ConfigError, EngineDeadError, startup_error
+from engine.engine_process import SWITCH_INTERVAL_S, connect_processes
+from engine.errors import Cause, ConfigError, EngineDeadError, ModelError, startup_error
 from engine.executor.base import Progress
 from engine.executor.inline import InlineExecutor
 from engine.executor.runners import make_runner
 from engine.loading import open_model
-from engine.protocol import Acknowledge, ClientMessage, EngineDead, EngineMessage, EngineReady, StartProgress
+from engine.protocol import (
+    Acknowledge,
+    ClientMessage,
+    EngineCoreOutputs,
+    EngineDead,
+    EngineMessage,
+    EngineReady,
+    StartProgress,
+)
 from engine.server import LAST_WORD_TIMEOUT_S, EngineCoreServer
 from transport.services import open_services
 
@@ -54,14 +63,14 @@ async def open_engine(
     model: str | None = None,
     *,
     isolation: Isolation = "process",
-    data_parallel_size: int = 1,
     progress: Progress | None = None,
     **settings: Any,
 ) -> AsyncIterator[AsyncLLM]:
     """Run an engine for `model` (the default model when None); leaving it leaves nothing behind.
 
     Live streams get a last output with reason abort when the block is left; `settings` are the fields of
-    `EngineConfig`. `progress` is called with (phase, done, total) while the engine starts.
+    `EngineConfig`. `progress` is called with (phase, done, total) while the engine starts. With `data_parallel_size`
+    N there are N engines, each a process of its own, which share the requests.
 
     Raises:
         ConfigError: A setting is wrong or the model cannot be had.
@@ -69,9 +78,7 @@ async def open_engine(
         EngineDeadError: The engine died while starting, or while it was being stopped.
     """
     config = EngineConfig.of(**settings) if model is None else EngineConfig.of(model=model, **settings)
-    if data_parallel_size != 1:
-        raise ConfigError(f"data_parallel_size must be 1 in this version, got {data_parallel_size}")
-    check_face(isolation, trio=True)
+    check_face(isolation, trio=True, data_parallel_size=config.data_parallel_size)
     progress = progress or _ignore_progress
     token = trio.lowlevel.current_trio_token()
 
@@ -122,14 +129,14 @@ def make_client(
         ModelError: The model cannot be served.
         EngineDeadError: The engine died while starting.
     """
-    check_face(isolation, trio)
+    check_face(isolation, trio, config.data_parallel_size)
     progress = progress or _ignore_progress
     if trio:
         return _open_asynchronous(config, isolation, progress)
     return SyncMPClient(config, progress) if isolation == "process" else _make_inproc(config, progress)
 
 
-def check_face(isolation: str, trio: bool) -> None:
+def check_face(isolation: str, trio: bool, data_parallel_size: int) -> None:
     """Refuse what `make_client` has no face for, before a model is looked for; raises ConfigError."""
     known = _CONNECT if trio else _WITHOUT_TRIO
     if isolation not in known:
@@ -137,12 +144,21 @@ def check_face(isolation: str, trio: bool) -> None:
             f"isolation={isolation!r} with trio={trio}: no client has both; {'with' if trio else 'without'} Trio, "
             f"isolation is one of {', '.join(known)}"
         )
+    if data_parallel_size > 1 and not (trio and isolation == "process"):
+        raise ConfigError(
+            f"isolation={isolation!r} with trio={trio} runs one engine, and data_parallel_size is "
+            f"{data_parallel_size}: leave it out, or take open_engine with isolation 'process', or serve"
+        )
 
 
 @asynccontextmanager
 async def _open_asynchronous(config: EngineConfig, isolation: str, progress: Progress) -> AsyncIterator[AsyncMPClient]:
     async with _CONNECT[isolation](config) as connection:
-        yield AsyncMPClient(config, await _handshake(connection, progress), connection)
+        readies = await _handshake(connection, progress, config.data_parallel_size)
+        if len(readies) > 1:
+            yield DPAsyncMPClient(config, readies, connection)
+        else:
+            yield AsyncMPClient(config, readies[0], connection)
 
 
 def _make_inproc(config: EngineConfig, progress: Progress) -> InprocClient:
@@ -166,20 +182,28 @@ def _short_switch_interval() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-async def _handshake(connection: Connection, progress: Progress) -> EngineReady:
-    """Follow the engine's start to READY; raises what stopped it."""
-    while True:
+async def _handshake(connection: Connection, progress: Progress, num_engines: int) -> list[EngineReady]:
+    """Follow the engines' starts until each is READY; raises what stopped the first that failed."""
+    readies: list[EngineReady] = []
+    while len(readies) < num_engines:
         for message in await connection.receive():
+            name = f"engine {message.engine_index}"
             match message:
                 case StartProgress(phase, done, total):
-                    progress(phase, done, total)
+                    progress(phase if num_engines == 1 else f"{name}: {phase}", done, total)
                 case EngineReady():
-                    return message
+                    readies.append(message)
                 case EngineDead(cause):
-                    connection.send(Acknowledge())
-                    raise startup_error(cause)
+                    connection.part(message.engine_index)
+                    raise startup_error(cause if num_engines == 1 else cause.at(name))
+                case EngineCoreOutputs():
+                    pass  # an engine that is ready tells its state while the others still start
                 case _:
                     raise EngineDeadError(Cause("ProtocolError", f"unexpected {type(message).__name__} at start"))
+    digests = {ready.model_digest: f"engine {ready.engine_index} has {ready.model_digest}" for ready in readies}
+    if len(digests) > 1:
+        raise ModelError(f"the engines loaded different models: {', '.join(digests.values())}; start again")
+    return readies
 
 
 # -- in this process -------------------------------------------------------------------------------------------------
@@ -191,11 +215,14 @@ class _MemoryConnection(NamedTuple):
     outgoing: trio.MemorySendChannel[ClientMessage]
     incoming: trio.MemoryReceiveChannel[EngineMessage]
 
-    def send(self, message: ClientMessage) -> None:
+    def send(self, message: ClientMessage, engine_index: int = 0) -> None:
         try:
             self.outgoing.send_nowait(message)
         except trio.BrokenResourceError:
             logger.debug("dropped %s: the engine has ended", type(message).__name__)
+
+    def part(self, engine_index: int = 0) -> None:
+        self.send(Acknowledge())
 
     async def receive(self) -> list[EngineMessage]:
         try:
@@ -232,6 +259,6 @@ async def _receive_all(channel: trio.MemoryReceiveChannel[Message]) -> list[Mess
 
 _WITHOUT_TRIO = ("none", "process")
 _CONNECT: dict[str, Callable[[EngineConfig], AbstractAsyncContextManager[Connection]]] = {
-    "process": connect_process,
+    "process": connect_processes,
     "thread": _connect_thread,
 }

@@ -56,7 +56,7 @@ class LLMEngine:
             EngineDeadError: The engine's process died while starting.
         """
         asked = EngineConfig.of(**settings) if model is None else EngineConfig.of(model=model, **settings)
-        check_face(isolation, trio=False)
+        check_face(isolation, trio=False, data_parallel_size=asked.data_parallel_size)
         with show_progress() as progress:
             self.config, self.tokenizer, self.model_name = open_model(asked, progress)
             self.client = make_client(self.config, isolation=isolation, trio=False, progress=progress)

@@ -212,11 +212,12 @@ class EngineHello(Message, frozen=True):
 
 
 class StartProgress(Message, frozen=True):
-    """Where the start is; set by the executor. `total` 0 means unknown."""
+    """Where the start of the engine of that data-parallel rank is; set by the executor. `total` 0 means unknown."""
 
     phase: str
     done: int = 0
     total: int = 0
+    engine_index: int = 0
 
 
 class EngineReady(Message, frozen=True):
@@ -263,6 +264,7 @@ class EngineDead(Message, frozen=True):
     """The engine ended by a failure; its last word. Set by the server."""
 
     cause: Cause
+    engine_index: int = 0
 
 
 class EngineStopped(Message, frozen=True):

@@ -114,7 +114,9 @@ class EngineCoreServer:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._receive_task)
                 cause = await self._serve()
-                last_word = EngineStopped(self._engine_index) if cause is None else EngineDead(cause)
+                last_word = (
+                    EngineStopped(self._engine_index) if cause is None else EngineDead(cause, self._engine_index)
+                )
                 self._send(last_word)
                 with trio.move_on_after(LAST_WORD_TIMEOUT_S):
                     await self._acknowledged.wait()
@@ -130,10 +132,12 @@ class EngineCoreServer:
             core = await self._start()
             async with trio.open_nursery() as nursery:
                 self._operations = Operations(core, report)
-                self._utilities = Utilities(core, self._operations, self._executor, nursery, self._wake)
+                self._utilities = Utilities(core, self._operations, self._executor, self._wake)
                 nursery.start_soon(self._send_task)
+                nursery.start_soon(self._utilities.run)
                 with telling(f"engine {self._engine_index}", lambda: self._describe(core)):
                     await self._watched(core)
+                self._utilities.close()
         except Exception as error:  # the step's door: whatever broke is the engine's end, with its cause
             cause = Cause.of(error, self._phase)
             # What the operator can mend is told by the front, in one line.
@@ -160,7 +164,7 @@ class EngineCoreServer:
         if phase != self._phase:
             logger.info("starting: %s", phase)
         self._phase = phase
-        self._send(StartProgress(phase, done, total))
+        self._send(StartProgress(phase, done, total, self._engine_index))
 
     # -- the tasks -----------------------------------------------------------------------------------------------
 

@@ -1,8 +1,8 @@
 """The verbs under Trio: begun when they come, waited for beside the steps, each answered under its id.
 
-The step task alone calls these methods, as the core is its own; a task a call waits for the runner and hands the
-answer back. A call is always answered: by the verb, by what it raised, or by a refusal once the engine stops. The
-engine's death answers those left, on the client's side.
+The step task alone calls these methods, as the core is its own; one task, `run`, asks the runner for one call after the
+other, in the order in which they came to it, and hands the answers back. A call is always answered: by the verb, by
+what it raised, or by a refusal once the engine stops. The engine's death answers those left, on the client's side.
 """
 
 from __future__ import annotations
@@ -37,15 +37,14 @@ class Utilities:
         core: EngineCore,
         operations: Operations,
         executor: Executor,
-        nursery: trio.Nursery,
         wake: Callable[[], None],
     ) -> None:
-        """Ask `executor` in tasks of `nursery`; `wake` is called when `settle` has something to do."""
+        """Ask `executor` from `run`; `wake` is called when `settle` has something to do."""
         self._core = core
         self._operations = operations
         self._executor = executor
-        self._nursery = nursery
         self._wake = wake
+        self._to_runner, self._asked = trio.open_memory_channel[tuple[_Running, Verb]](float("inf"))
         self._is_stopping = False
         self._pausing: list[_Running] = []
         self._on_runner: set[_Running] = set()
@@ -61,6 +60,27 @@ class Utilities:
     def num_on_runner(self) -> int:
         """Calls that wait for the runner, or whose answer was not yet taken in."""
         return len(self._on_runner)
+
+    async def run(self) -> None:
+        """Ask the runner, until `close`.
+
+        Raises:
+            ExecutorDead: The runner was lost.
+        """
+        async for running, verb in self._asked:
+            try:
+                answer = await self._executor.call(verb)
+            except ExecutorDead:
+                raise
+            except Exception as error:  # the verb's door
+                self._ended.append((running, partial(running.operation.throw, error)))
+            else:
+                self._ended.append((running, partial(running.operation.send, answer)))
+            self._wake()
+
+    def close(self) -> None:
+        """End `run` after what the runner was asked for."""
+        self._to_runner.close()
 
     def begin(self, call: UtilityCall) -> None:
         """Run `call` as far as it goes without waiting."""
@@ -110,22 +130,11 @@ class Utilities:
         else:
             if isinstance(wait, OnRunner):
                 self._on_runner.add(running)
-                self._nursery.start_soon(self._ask_runner, running, wait.verb)
+                self._to_runner.send_nowait((running, wait.verb))
             elif self._core.is_paused:  # at once, lest a verb that came with this one undoes the pause
                 self._advance(running, partial(next, running.operation))
             else:
                 self._pausing.append(running)
-
-    async def _ask_runner(self, running: _Running, verb: Verb) -> None:
-        try:
-            answer = await self._executor.call(verb)
-        except ExecutorDead:
-            raise
-        except Exception as error:  # the verb's door
-            self._ended.append((running, partial(running.operation.throw, error)))
-        else:
-            self._ended.append((running, partial(running.operation.send, answer)))
-        self._wake()
 
     def _answer(self, call_id: int, value: Any) -> None:
         try:

@@ -45,6 +45,9 @@ class SameTaskExecutor:
         """Refuse, as `InlineExecutor` does."""
         raise NotImplementedError(f"the executor has no verb {type(verb).__name__}")
 
+    def abandon(self) -> None:
+        """Do nothing: there is no thread to be lost."""
+
     async def aclose(self) -> None:
         """See `Executor`."""
         await trio.lowlevel.cancel_shielded_checkpoint()

@@ -255,7 +255,8 @@ async def test_prefix_cache_is_hit_and_can_be_reset(llm: AsyncLLM) -> None:
     ("settings", "text"),
     [
         ({"isolation": "fork"}, "isolation"),
-        ({"data_parallel_size": 2}, "data_parallel_size"),
+        ({"data_parallel_size": 2, "isolation": "thread"}, "data_parallel_size is 2"),
+        ({"data_parallel_size": 0}, "data-parallel-size"),
         ({"nonsense": 1}, "nonsense"),
         ({"max_num_seqs": 0}, "max-num-seqs"),
         ({"device": "cuda:0"}, "cuda:0"),

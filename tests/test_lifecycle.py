@@ -122,11 +122,10 @@ def signal_at_import(folder: Path, process: str, from_module: str, at_import: in
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "SIGINT"])
 @pytest.mark.parametrize("at_import", [1, 40, 300, 700])
 def test_a_server_signalled_at_any_of_its_imports_exits_0_and_leaves_nothing(
-    start_server: Any, tmp_path: Path, at_import: int, number: int
+    start_server: Any, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, at_import: int, number: int
 ) -> None:
     """Its engine may be there by then: some modules are imported late."""
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
+    temporary = tmp_path_factory.mktemp("t")  # short, for the names of sockets are
     env = signal_at_import(tmp_path, "-m", "engine.cli", at_import, number)
     server = start_server("null", env={**env, "TMPDIR": str(temporary)})
     assert server.wait() == 0

@@ -56,12 +56,12 @@ class StatsCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield every gauge and counter of engine.metrics, labelled with model and engine."""
-        stats = self._state.engine.stats()
-        labels = [self._state.model_name, "0"]
+        by_engine = self._state.engine.stats_by_engine()
         for families, kind in ((GAUGES, GaugeMetricFamily), (COUNTERS, CounterMetricFamily)):
             for name, (help_text, attribute) in families.items():
                 family = kind(name, help_text, labels=["model_name", "engine"])
-                family.add_metric(labels, getattr(stats, attribute))
+                for index, stats in enumerate(by_engine):
+                    family.add_metric([self._state.model_name, str(index)], getattr(stats, attribute))
                 yield family
 
 

@@ -95,7 +95,8 @@ class ServerState:
 
     def give_up(self, waited_s: float) -> None:
         """Count an engine that does not answer as dead: open streams get their error event at once."""
-        self.engine.give_up(Cause("EngineStuck", f"the engine did not end its requests within {waited_s:g} seconds"))
+        stuck = self.engine.busy_engines
+        self.engine.give_up(Cause("EngineStuck", f"{stuck} did not end its requests within {waited_s:g} seconds"))
 
     async def wait_idle(self) -> None:
         """Wait until no accepted request is open."""

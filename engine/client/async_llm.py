@@ -152,8 +152,11 @@ class AsyncLLM(AsyncVerbs):
         priority: int = 0,
         cache_salt: str | None = None,
         client_key: str | None = None,
+        data_parallel_rank: int | None = None,
     ) -> AsyncIterator[Stream]:
         """Open a stream of outputs for `prompt`: text, token ids or chat messages. Leaving it early aborts.
+
+        Of several engines the one of `data_parallel_rank` answers, or the one with the fewest requests in flight.
 
         Raises:
             RequestError: On entering: the request was refused and nothing was started.
@@ -165,9 +168,9 @@ class AsyncLLM(AsyncVerbs):
         self._check_accepts()
         tokenized = await self._tokenize(prompt)
         self._check_accepts()
-        options = RequestOptions(request_id, priority, cache_salt, client_key)
+        options = RequestOptions(request_id, priority, cache_salt, client_key, data_parallel_rank)
         label, requests = self._input_processor.make_requests(tokenized, params, options)
-        self.check_room(len(requests))
+        self._client.check_room(len(requests), data_parallel_rank)
         state = RequestState(label, tokenized.text, requests, kind, self.tokenizer, arrival_s)
         stream = Stream(state, kind)
         try:
@@ -246,8 +249,22 @@ class AsyncLLM(AsyncVerbs):
         await self._ended.wait()
 
     def stats(self) -> SchedulerStats:
-        """Return the scheduler's state as of the last message."""
+        """Return the scheduler's state as of the last message, that of several engines as if they were one."""
         return self._client.stats
+
+    def stats_by_engine(self) -> list[SchedulerStats]:
+        """Return each engine's scheduler's state as of its last message, by rank."""
+        return [engine.stats for engine in self._client.engines]
+
+    @property
+    def readies(self) -> list[EngineReady]:
+        """What each engine said when it was ready, by rank."""
+        return [engine.ready for engine in self._client.engines]
+
+    @property
+    def busy_engines(self) -> str:
+        """Which engines have requests in flight, for a message."""
+        return self._client.name_engines(lambda engine: engine.num_live > 0)
 
     async def wait_for_stats(self, reached: Callable[[SchedulerStats], bool]) -> SchedulerStats:
         """Wait until `reached(stats)` holds of the scheduler's state and return it.
@@ -324,7 +341,8 @@ class AsyncLLM(AsyncVerbs):
         with trio.move_on_after(timeout_s):
             await self._ended.wait()
         if not self._ended.is_set():
-            return EngineDeadError(Cause("EngineStuck", f"the engine did not stop within {timeout_s:g} seconds"))
+            stuck = self._client.name_engines(lambda engine: not engine.has_stopped)
+            return EngineDeadError(Cause("EngineStuck", f"{stuck} did not stop within {timeout_s:g} seconds"))
         return None if self._client.has_stopped else self.death
 
     def _dispatch(self, message: EngineCoreOutputs) -> None:

@@ -139,7 +139,8 @@ class BlockingConnection:
         self._wait_for(self._router, math.inf)
         frames = self._router.take()
         assert frames is not None
-        check_hello(self._engine_index, bytes(frames[0]), Decoder[EngineHello](EngineHello).decode(frames[1:]))
+        hello = Decoder[EngineHello](EngineHello).decode(frames[1:])
+        check_hello(bytes(frames[0]), hello, {self._engine_index: self._child.pid})
         self.send(Configure(config))
 
     def _wait_for(self, socket: NonblockingSocket, deadline_s: float) -> bool:

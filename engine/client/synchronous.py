@@ -63,7 +63,7 @@ class SynchronousClient(EngineCoreClient):
         # From here to the caller's assignment Python runs no signal handler: it does so at calls and jumps back.
         self._live = live
         if message.scheduler_stats is not None:
-            self.stats = message.scheduler_stats
+            self._stats = message.scheduler_stats
         del self._outputs[0]
         return message
 

@@ -96,9 +96,13 @@ class ModelRunner:
             ConfigError: The settings cannot be had with this model or machine, with the numbers.
             ModelError: The folder's model is unsupported, incomplete or corrupt.
         """
-        torch.set_num_threads(self._config.num_threads or _num_cores())
+        # Engines of one front start together, on the same cores and the same memory.
+        num_engines = self._config.data_parallel_size
+        torch.set_num_threads(self._config.num_threads or max(1, _num_cores() // num_engines))
+        num_threads = torch.get_num_threads()
+        logger.info("%d threads on %d cores, which %d engines share", num_threads, _num_cores(), num_engines)
         progress("weights", 0, 0)
-        available = available_memory_bytes()
+        available = available_memory_bytes() // num_engines
         logger.info("%s needs %s", self._folder, refuse_what_cannot_fit(self._folder, self._config, available))
         self._model, max_model_len, dtype = build_model(self._folder, self._config, partial(progress, "weights"))
         self._dtype = dtype
@@ -107,8 +111,9 @@ class ModelRunner:
         spec = _kv_cache_spec(shape, dtype)
         progress("profile", 0, 1)
         groups = spec.groups(max_model_len)
+        available = available_memory_bytes()
         num_blocks = choose_num_kv_blocks(
-            spec, self._config, max_model_len, available_memory_bytes(), max_concurrent_plans=MAX_CONCURRENT_PLANS
+            spec, self._config, max_model_len, available, available // (4 * num_engines), MAX_CONCURRENT_PLANS
         )
         progress("kv_pages", 0, 1)
         block_size = self._config.block_size

@@ -135,7 +135,7 @@ async def test_a_drain_refuses_calls_and_requests_by_type_and_lets_paused_ones_f
 
 async def test_a_message_that_cannot_be_decoded_costs_itself_alone(caplog: pytest.LogCaptureFixture) -> None:
     async with engine.open_engine("null", isolation="process") as llm:
-        sender = llm._client._connection._sender
+        sender = llm._client._connection._senders[0]
         for frames in ([b"\xc1"], [b""], [b"\x92\xa7Unknown\x01"], [b"\x91\xabUtilityCall"], [b"x" * 100]):
             sender._socket.send_nowait([*sender._address, *frames])
         assert await llm.is_paused() is False

@@ -10,7 +10,7 @@ import os
 import random
 import signal
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from typing import Any, ClassVar, NamedTuple, Protocol
 
@@ -20,6 +20,7 @@ import trio
 
 from engine.client.asynchronous import AsyncMPClient
 from engine.client.client import EngineCoreClient
+from engine.client.data_parallel import DPAsyncMPClient
 from engine.client.synchronous import SynchronousClient
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, QueueFull, UtilityError
@@ -125,11 +126,19 @@ class TrioFace:
                 self._kept.append(message)
 
 
+class AlwaysTheLast:
+    """A routing rule under which one of several engines behaves like one alone."""
+
+    def choose(self, num_in_flight: Sequence[int]) -> int:
+        return len(num_in_flight) - 1
+
+
 class FaceKind(NamedTuple):
     """A row of `FACES`: how `make_client` is asked for it, and whether its engine can be killed."""
 
     isolation: str
     is_async: bool
+    num_engines: int = 1
 
     @property
     def has_process(self) -> bool:
@@ -137,6 +146,7 @@ class FaceKind(NamedTuple):
 
     @asynccontextmanager
     async def open(self, **settings: Any) -> AsyncIterator[Face]:
+        settings |= {"data_parallel_size": self.num_engines}
         config = EngineConfig(model="null", prefix_hash_seed="x", log_level="error", **settings)
         made = make_client(config, isolation=self.isolation, trio=self.is_async)
         if isinstance(made, SynchronousClient):
@@ -144,6 +154,8 @@ class FaceKind(NamedTuple):
                 yield PlainFace(made)
             return
         async with made as client:
+            if isinstance(client, DPAsyncMPClient):  # each behaviour at one engine beside others
+                client._routing = AlwaysTheLast()
             face = TrioFace(client)
             try:
                 yield face
@@ -158,6 +170,7 @@ FACES = {
     "SyncMPClient": FaceKind("process", False),
     "AsyncMPClient-process": FaceKind("process", True),
     "AsyncMPClient-channels": FaceKind("thread", True),
+    "DPAsyncMPClient": FaceKind("process", True, num_engines=2),
 }
 Open = Callable[..., AbstractAsyncContextManager[Face]]
 
@@ -529,10 +542,10 @@ class NoVerb(msgspec.Struct, array_like=True, tag=True):
 @pytest.mark.parametrize(
     ("verb", "failure"),
     [
-        (NoVerb(), "Call to NoVerb failed: ValueError: there is no verb"),
-        (Pause("sideways"), "Call to Pause failed: ValueError: wrong argument"),
+        (NoVerb(), "Call to NoVerb failed: ValueError: (engine 0: )?there is no verb"),
+        (Pause("sideways"), "Call to Pause failed: ValueError: (engine 0: )?wrong argument"),
         (ListLoras(), "Call to ListLoras failed: NotEnabled"),
-        (CollectiveRpc("exec"), "Call to CollectiveRpc failed: ValueError: a runner has no method 'exec'"),
+        (CollectiveRpc("exec"), "Call to CollectiveRpc failed: ValueError: (engine 0: )?a runner has no method 'exec'"),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -552,8 +565,9 @@ async def test_answers_come_in_their_own_types(open_face: Open) -> None:
     async with open_face() as face:
         assert isinstance(await face.call(GetStats()), SchedulerStats)
         assert isinstance(await face.call(DumpTasks()), str)
-        (pong,) = await face.call(CollectiveRpc("ping"))
-        assert "NullModelRunner" in pong
+        pongs = await face.call(CollectiveRpc("ping"))
+        assert len(pongs) == len(face.client.engines)
+        assert all("NullModelRunner" in pong for pong in pongs)
 
 
 async def test_asleep_newcomers_wait_for_the_wake_up_and_get_their_tokens(open_face: Open) -> None:
@@ -580,7 +594,8 @@ async def test_the_statistics_follow_the_scheduler(open_face: Open) -> None:
         await log.until_tokens(asked[1], 2)
         stats = face.client.stats
         assert (stats.num_running, stats.num_waiting) == (2, 1)
-        assert 0 < stats.num_used_blocks < stats.num_kv_blocks == face.client.ready.num_kv_blocks
+        assert 0 < stats.num_used_blocks < stats.num_kv_blocks
+        assert stats.num_kv_blocks == sum(engine.ready.num_kv_blocks for engine in face.client.engines)
         face.client.abort_requests([each.request_id for each in asked], AbortReason.CLIENT)
         await log.until_ended(*asked)
         await assert_idle_and_well(face, log)
