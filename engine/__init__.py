@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from engine.launch import open_engine
     from engine.llm import LLM
     from engine.llm_engine import LLMEngine
-    from engine.sampling_params import OutputKind, SamplingParams
+    from engine.sampling_params import OutputKind, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -32,6 +32,7 @@ _HOME = {
     "RequestOutput": "engine.client.output_processor",
     "SamplingParams": "engine.sampling_params",
     "Stream": "engine.client.async_llm",
+    "StructuredOutputsParams": "engine.sampling_params",
     "UtilityError": "engine.errors",
     "UtilityTimeout": "engine.errors",
     "open_engine": "engine.launch",
@@ -49,6 +50,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "Stream",
+    "StructuredOutputsParams",
     "UtilityError",
     "UtilityTimeout",
     "open_engine",

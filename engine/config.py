@@ -82,6 +82,14 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    grammar_compile_time: Annotated[
+        float,
+        Meta(
+            description="seconds of processor time a schema or grammar may take to compile; more is refused (400)",
+            ge=0.01,
+            le=60,
+        ),
+    ] = 0.25
     block_size: Annotated[int, Meta(description="tokens a KV block", ge=1, le=4096)] = 16
     kv_cache_memory_bytes: (
         Annotated[

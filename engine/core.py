@@ -144,6 +144,11 @@ class EngineCore:
         request.grammar = grammar
         self._unblock(request)
 
+    def awaits_grammar(self, request_id: RequestId) -> bool:
+        """Whether this request lives and waits for `set_grammar`."""
+        request = self._requests.get(request_id)
+        return request is not None and request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+
     def extend(self, part: SessionPart) -> None:
         """Add the next part of a session, or let it end after those it has; ended ids are ignored.
 
@@ -228,17 +233,39 @@ class EngineCore:
     def _conclude(self, result: RowResult) -> None:
         """Say what a step did to a request that ends by it, or whose grammar has a say."""
         request, token_ids, status, cause = result
-        if request.grammar is not None and cause is None:
-            told = token_ids[:-1] if status is RequestStatus.FINISHED_STOPPED else token_ids
-            if not request.grammar.accept_tokens(told):
-                status, request.stop_reason = RequestStatus.FINISHED_ERROR, None
-                cause = Cause("GrammarRejected", f"the grammar does not allow the sampled tokens {told}")
+        if request.grammar is not None:
+            status, cause = self._told_grammar(request, request.grammar, token_ids, status, cause)
         if status is None:
             self._emit(request, token_ids)
         elif request.session is None or status is RequestStatus.FINISHED_ERROR:
             self._finish(request, status, token_ids, cause)
         else:
             self._end_turn(request, status, token_ids)
+
+    def _told_grammar(
+        self,
+        request: Request,
+        grammar: Grammar,
+        token_ids: list[int],
+        status: RequestStatus | None,
+        cause: Cause | None,
+    ) -> tuple[RequestStatus | None, Cause | None]:
+        """Tell `grammar` its request's new tokens; return how that ends the request, and why.
+
+        A text that is complete is a stop, whatever else its last token reached: there is nothing to go on with.
+        """
+        if cause is not None:
+            failure = grammar.failure
+            return status, cause if failure is None else Cause("GrammarFailed", f"the grammar cannot go on: {failure}")
+        told = token_ids[:-1] if status is RequestStatus.FINISHED_STOPPED else token_ids
+        if not grammar.accept_tokens(told):
+            request.stop_reason = None
+            failure = grammar.failure or f"the grammar does not allow the sampled tokens {told}"
+            return RequestStatus.FINISHED_ERROR, Cause("GrammarRejected", failure)
+        if grammar.is_finished and status is not RequestStatus.FINISHED_STOPPED:
+            request.stop_reason = None
+            return RequestStatus.FINISHED_STOPPED, None
+        return status, None
 
     def fail(self, plan: SchedulerOutput, cause: Cause, request_ids: Iterable[RequestId] | None = None) -> None:
         """The oldest plan in flight was not computed: end some requests for it and undo the rest.

@@ -9,7 +9,8 @@
     │   └── CheckpointError       a file that is missing, truncated or misshapen
     ├── RequestError              the caller of one request; `status_hint` is the HTTP status
     │   ├── InvalidRequest 400
-    │   │   └── PromptTooLong 400
+    │   │   ├── PromptTooLong 400
+    │   │   └── InvalidGrammar 400
     │   ├── NotFound 404
     │   ├── QueueFull 429
     │   └── RequestAborted 499    the request was aborted by someone other than the waiter
@@ -124,6 +125,14 @@ class InvalidRequest(RequestError):
 
 class PromptTooLong(InvalidRequest):
     """Prompt and asked tokens cannot fit the context or the KV cache."""
+
+
+class InvalidGrammar(InvalidRequest):
+    """What the output must match is wrong, contradicts itself, or takes more to compile than it may."""
+
+    def __init__(self, message: str, *, param: str = "structured_outputs") -> None:
+        """Say what is wrong; the field is always the same."""
+        super().__init__(f"{param}: {message}", param=param)
 
 
 class NotFound(RequestError):

@@ -27,6 +27,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import Cause, ConfigError, ExecutorDead, ModelError
 from engine.executor.base import Execution, Executor
+from engine.grammar_compiler import CompiledFor, GrammarCompiler
 from engine.metrics import SchedulerStats
 from engine.operations import Operations
 from engine.outputs import SchedulerOutput
@@ -52,6 +53,7 @@ from engine.task_tree import report, telling, write_report, write_stacks
 from engine.utilities import Utilities
 from engine.verbs import WakeUp
 from engine.watchdog import Watchdog
+from transport.services import open_services
 
 logger = logging.getLogger(__name__)
 teardown = logging.getLogger("teardown")
@@ -92,7 +94,7 @@ class EngineCoreServer:
         self._send = send
         self._engine_index = engine_index
         self._phase = ""
-        self._waiting: deque[ClientMessage] = deque()
+        self._waiting: deque[ClientMessage | CompiledFor] = deque()
         self._woken = trio.Event()
         self._acknowledged = trio.Event()
         self._is_draining = False
@@ -130,9 +132,11 @@ class EngineCoreServer:
     async def _serve(self) -> Cause | None:
         try:
             core = await self._start()
-            async with trio.open_nursery() as nursery:
+            self._grammars = GrammarCompiler(self._config, core, self._deliver_grammar)
+            async with open_services() as services, trio.open_nursery() as nursery:
                 self._operations = Operations(core, report)
                 self._utilities = Utilities(core, self._operations, self._executor, self._wake)
+                services.start_soon(self._grammars.run)
                 nursery.start_soon(self._send_task)
                 nursery.start_soon(self._utilities.run)
                 with telling(f"engine {self._engine_index}", lambda: self._describe(core)):
@@ -176,6 +180,10 @@ class EngineCoreServer:
                 else:
                     self._waiting.append(message)
             self._woken.set()
+
+    def _deliver_grammar(self, compiled: CompiledFor) -> None:
+        self._waiting.append(compiled)
+        self._woken.set()
 
     async def _send_task(self) -> None:
         """Send apart from the step task, so that the next step is launched before the last one's tokens are encoded."""
@@ -264,6 +272,8 @@ class EngineCoreServer:
             match message:
                 case EngineCoreRequest():
                     self._add(core, message)
+                case CompiledFor(request_id, grammar):
+                    core.set_grammar(request_id, grammar)
                 case AbortRequest():
                     core.abort(message.request_ids, message.reason)
                 case UtilityCall():
@@ -281,10 +291,13 @@ class EngineCoreServer:
 
     def _add(self, core: EngineCore, request: EngineCoreRequest) -> None:
         try:
-            core.add(request, trio.current_time())
+            asked = request.sampling_params.structured_outputs
+            core.add(request, trio.current_time(), awaits_grammar=asked is not None)
         except ValueError:
             logger.exception("request %s was not added", request.request_id)
             return
+        if core.awaits_grammar(request.request_id):
+            self._grammars.want(request.request_id, request.sampling_params)
         if self._is_draining:
             core.abort([request.request_id], AbortReason.SHUTDOWN)
 

@@ -59,6 +59,16 @@ class TestGrammar:
                 return False
         return True
 
+    @property
+    def is_finished(self) -> bool:
+        """Never: what allows nothing more is an error here."""
+        return False
+
+    @property
+    def failure(self) -> str | None:
+        """See `Grammar`."""
+        return None
+
     def fill_bitmask(self, bitmask: GrammarMasks) -> None:
         """See `Grammar`."""
         if self._num_tokens == self.length:

@@ -108,6 +108,7 @@ async def open_child(
     term_grace_s: float = 5.0,
     on_stderr_line: Callable[[str], None] = write_to_stderr,
     orphaned_folders: Sequence[str] = (),
+    pass_fds: Sequence[int] = (),
 ) -> AsyncIterator[Child]:
     """Start `argv` in a process group of its own; leaving the block ends the group, and nothing of it is left.
 
@@ -122,6 +123,7 @@ async def open_child(
         term_grace_s: Seconds between SIGTERM and SIGKILL.
         on_stderr_line: Called with each line the child writes to stderr or stdout; must not raise.
         orphaned_folders: The reaper removes them with all they hold, should this process be killed.
+        pass_fds: Descriptors that the child inherits under the same numbers; the caller's to close.
 
     Raises:
         RuntimeError: Not called from the main thread.
@@ -131,7 +133,7 @@ async def open_child(
         raise RuntimeError(f"{name} must be opened from the main thread: a child dies with the thread that started it")
     failure: BaseException | None = None
     with contextlib.ExitStack() as stack:
-        child = Child(name, start_child(stack, argv, env or {}, orphaned_folders), on_stderr_line)
+        child = Child(name, start_child(stack, argv, env or {}, orphaned_folders, pass_fds=pass_fds), on_stderr_line)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(child._attend)

@@ -41,6 +41,7 @@ def start_child(
     env: Mapping[str, str],
     orphaned_folders: Sequence[str],
     output: int = subprocess.PIPE,
+    pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start `argv` and its reaper from the main thread; unwinding `stack` leaves no process and no descriptor of them.
 
@@ -50,6 +51,7 @@ def start_child(
         env: Added to this process's environment.
         orphaned_folders: The reaper removes them with all they hold, should this process be killed.
         output: The descriptor that takes what the child writes to stderr or stdout; a new pipe unless given.
+        pass_fds: Descriptors that the child inherits under the same numbers; the caller's to close.
     """
     read_end, write_end = os.pipe()
     stack.callback(os.close, write_end)
@@ -60,7 +62,7 @@ def start_child(
             stdout=output,
             stderr=subprocess.STDOUT,
             process_group=0,
-            pass_fds=[read_end],
+            pass_fds=[read_end, *pass_fds],
             env={**os.environ, **env, _PARENT_VARIABLE: f"{os.getpid()}:{read_end}"},
         )
         stack.callback(kill_and_reap, child)

@@ -25,6 +25,7 @@ from engine.protocol import (
     EngineCoreRequest,
     EngineReady,
 )
+from engine.structured_output.manager import StructuredOutputManager
 from engine.verbs import Verb, plain_value, read_verb, value_of
 
 
@@ -40,6 +41,7 @@ class InprocClient(SynchronousClient):
         super().__init__(config, ready)
         self.core = core
         self.runner = runner
+        self._grammars = StructuredOutputManager(config.model, ready.vocab_size)
         self._operations = Operations(core)
         self._plan: SchedulerOutput | None = None
 
@@ -49,12 +51,20 @@ class InprocClient(SynchronousClient):
         return self.core.has_work
 
     def add_request(self, request: EngineCoreRequest) -> None:
-        """Add `request` straight to the core; raises QueueFull, or EngineDeadError after a shutdown."""
+        """Add `request` straight to the core, its grammar compiled here and now.
+
+        Raises QueueFull, or EngineDeadError after a shutdown.
+        """
         if self.death is not None:
             raise self.death
+        params = request.sampling_params
         with InterruptsHeld():
             self._admit(request)
-            self.core.add(request, time.monotonic())
+            self.core.add(request, time.monotonic(), awaits_grammar=params.structured_outputs is not None)
+        if self.core.awaits_grammar(request.request_id):
+            grammar = self._grammars.compile(params)
+            with InterruptsHeld():
+                self.core.set_grammar(request.request_id, grammar)
 
     def abort_requests(self, request_ids: Iterable[RequestId], reason: AbortReason) -> None:
         """End live requests; their terminal outputs come with the next `get_output`."""
