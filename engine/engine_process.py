@@ -28,7 +28,15 @@ from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.executor.inline import InlineExecutor
 from engine.executor.runners import make_runner
-from engine.handshake import FOLDER_PREFIX, TERM_GRACE_S, check_hello, death_of, engine_argv, engine_name, identity_of
+from engine.handshake import (
+    TERM_GRACE_S,
+    check_hello,
+    death_of,
+    engine_argv,
+    engine_name,
+    identity_of,
+    open_socket_folder,
+)
 from engine.protocol import (
     Acknowledge,
     ClientMessage,
@@ -44,7 +52,6 @@ from engine.task_tree import answer_signals, telling
 from engine.watchdog import own_alarm
 from transport.channel import ReceiveChannel, RouterReceiveChannel, SendChannel
 from transport.codec import DecodeError
-from transport.folder import open_folder
 from transport.process import open_child
 from transport.services import open_services
 from transport.spawn import write_to_stderr
@@ -211,7 +218,7 @@ async def connect_processes(config: EngineConfig) -> AsyncIterator[ProcessConnec
         EngineDeadError: A process that is none of these engines said hello.
         OSError: A process cannot be started.
     """
-    with open_folder(FOLDER_PREFIX) as folder:
+    with open_socket_folder() as folder:
         async with open_context() as context:
             router = ZmqSocket(context, SocketKind.ROUTER)
             pull = ZmqSocket(context, SocketKind.PULL)

@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import engine
-from engine.errors import Cause, EngineDeadError
+from engine.errors import Cause, ConfigError, EngineDeadError
 from engine.protocol import PROTOCOL_VERSION, EngineHello
+from transport.folder import open_folder
 from transport.spawn import describe_exit
 
 TERM_GRACE_S = 2.0
@@ -32,6 +34,24 @@ _MAIN = (
     f"import sys; sys.path.insert(0, {_ROOT!r}); from transport.spawn import child_guard; child_guard(); "
     "from engine.engine_process import main; main()"
 )
+
+
+@contextmanager
+def open_socket_folder() -> Iterator[str]:
+    """Give the path of a folder for an engine's sockets; see `transport.folder.open_folder`.
+
+    Raises:
+        ConfigError: None can be had where temporary files go.
+    """
+    with ExitStack() as opened:
+        try:
+            folder = opened.enter_context(open_folder(FOLDER_PREFIX))
+        except OSError as error:
+            raise ConfigError(
+                f"no folder for sockets can be had: {error.strerror or error}; set TMPDIR to a folder with a short "
+                "path in which files can be made"
+            ) from error
+        yield folder
 
 
 def engine_name(engine_index: int) -> str:

@@ -6,7 +6,8 @@ import fcntl
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -379,3 +380,25 @@ async def test_an_engine_that_is_given_up_tells_every_stream() -> None:
         with pytest.raises(EngineDeadError, match="does not answer"):
             await stream.collect()
         assert not llm.is_healthy
+
+
+async def _open_and_leave() -> None:
+    async with engine.open_engine("null"):
+        pass
+
+
+async def _open_without_trio() -> None:
+    engine.LLM("null", isolation="process")
+
+
+@pytest.mark.parametrize("start", [_open_and_leave, _open_without_trio])
+async def test_a_folder_for_temporary_files_that_sockets_cannot_use_is_refused_with_what_to_do(
+    start: Callable[[], Awaitable[None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("deep" * 25)
+    deep.mkdir()
+    for folder in (deep, tmp_path / "missing"):
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        with pytest.raises(ConfigError, match="set TMPDIR to a folder with a short path in which"):
+            await start()
+        assert not folder.exists() or not list(folder.iterdir())

@@ -10,11 +10,8 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import NotEnabled
 from engine.executor.null import NullModelRunner
-from engine.operations import PAUSED, OnRunner, Operations, run_at_once
-from engine.outputs import RequestId
-from engine.protocol import EngineCoreRequest
-from engine.sampling_params import SamplingParams
-from engine.testing import run_core
+from engine.executor.runner_verbs import call_runner
+from engine.operations import PAUSED, OnRunner, Operations
 from engine.verbs import (
     CollectiveRpc,
     DumpTasks,
@@ -41,11 +38,13 @@ class Engine:
         self.operations = Operations(self.core)
 
     def ask(self, verb: Any) -> Any:
-        return run_at_once(self.operations, self.core, self.runner, verb)
-
-    def add(self, name: str) -> None:
-        params = SamplingParams(temperature=0, max_tokens=5)
-        self.core.add(EngineCoreRequest(RequestId(name), name, [65, 66], params, 0.0), 0.0)
+        operation, answer = self.operations.run(verb), None
+        while True:
+            try:
+                wait = operation.send(answer)
+            except StopIteration as end:
+                return end.value
+            answer = call_runner(self.runner, wait.verb) if isinstance(wait, OnRunner) else None
 
 
 @pytest.fixture
@@ -69,22 +68,6 @@ def test_every_verb_is_answered_at_once_where_nothing_runs(engine: Engine) -> No
     assert engine.ask(DumpTasks()) == "this engine has no tasks"
     with pytest.raises(NotEnabled, match="LoRA is not enabled"):
         engine.ask(ListLoras())
-
-
-def test_a_wait_for_running_requests_that_nobody_steps_is_refused_and_nothing_stays_paused(engine: Engine) -> None:
-    engine.add("a")
-    plan = engine.core.plan(0.0)
-    assert plan is not None
-    engine.runner.execute(plan)
-    engine.core.commit(plan, engine.runner.sample(), 0.0)
-    for verb in (Pause(PauseMode.WAIT), Sleep(1, PauseMode.WAIT)):
-        with pytest.raises(ValueError, match="nobody takes steps while this call waits"):
-            engine.ask(verb)
-        assert engine.core.pause_mode is None
-    engine.ask(Sleep(1, PauseMode.KEEP))
-    engine.ask(WakeUp())
-    ended = run_core(engine.core, engine.runner)
-    assert ended[RequestId("a")].finish_reason == "length"
 
 
 def test_an_operation_says_what_it_waits_for_in_order(engine: Engine) -> None:

@@ -16,6 +16,9 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+MAX_PATH_BYTES = 96
+"""Of a folder's path: a unix socket's own may have 107 bytes, so that names in the folder may have 10."""
+
 
 @contextmanager
 def open_folder(prefix: str) -> Iterator[str]:
@@ -25,11 +28,13 @@ def open_folder(prefix: str) -> Iterator[str]:
     Whoever runs under the same prefix uses this function.
 
     Raises:
-        OSError: No folder can be made, or the file system of TMPDIR has no locks.
+        OSError: No folder can be made, its path is too long for sockets, or the file system of TMPDIR has no locks.
     """
     remove_orphans(prefix)
     path, descriptor = _make_locked(prefix)
     try:
+        if len(os.fsencode(path)) > MAX_PATH_BYTES:
+            raise OSError(errno.ENAMETOOLONG, f"{path} is longer than the {MAX_PATH_BYTES} bytes that sockets allow")
         yield path
     finally:
         shutil.rmtree(path, ignore_errors=True)

@@ -25,11 +25,17 @@ import time
 from engine.client.interrupts import InterruptsHeld
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError
-from engine.handshake import FOLDER_PREFIX, check_hello, death_of, engine_argv, engine_name, identity_of
+from engine.handshake import (
+    check_hello,
+    death_of,
+    engine_argv,
+    engine_name,
+    identity_of,
+    open_socket_folder,
+)
 from engine.protocol import ClientMessage, Configure, EngineHello, EngineMessage
 from transport.child_output import ChildOutput
 from transport.codec import DecodeError, Decoder, Encoder
-from transport.folder import open_folder
 from transport.nonblocking_socket import CAN_RECEIVE, Context, NonblockingSocket, SocketKind, UnknownPeerError
 from transport.spawn import returncode_of_zombie, start_child, write_to_stderr
 
@@ -114,7 +120,7 @@ class BlockingConnection:
     def _start(self) -> str:
         """Open all that `close` closes and return the folder of the sockets."""
         resources = self._resources
-        folder = resources.enter_context(open_folder(FOLDER_PREFIX))
+        folder = resources.enter_context(open_socket_folder())
         context = Context()
         resources.callback(context.destroy, 0)
         self._router = NonblockingSocket(context, SocketKind.ROUTER)
