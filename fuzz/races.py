@@ -55,7 +55,7 @@ def race_in_core(draw: random.Random) -> Ends:
         num_gpu_blocks_override=draw.choice([8, 64]),
         block_size=4,
         max_model_len=28,
-        checks_plans=False,
+        checks_acts=False,
         runs_late=draw.random() < 0.5,
     )
     due: dict[int, list[str]] = {}

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import random
+import re
+import traceback
 
 import pytest
 import trio
@@ -38,15 +40,20 @@ async def test_nor_is_one_in_one_loop(way):
     assert counts["sends cancelled"] > 50
 
 
+FOUND = re.compile("came in place of|messages came from sender|the other side exited with status 1")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("exchange", [in_one_loop, in_two_processes])
 async def test_a_socket_that_loses_what_a_cancelled_receive_took_is_found(tmp_path, monkeypatch, exchange):
     monkeypatch.setattr(zmq_socket, "cancel_shielded_checkpoint", trio.lowlevel.checkpoint)
     way = Way(f"ipc://{tmp_path}/s", SocketKind.DEALER)
-    with pytest.RaisesGroup(
-        pytest.RaisesExc(AssertionError, match="came in place of|messages came from sender"), flatten_subgroups=True
-    ):
+    with pytest.raises(ExceptionGroup) as raised:  # several tasks, and the other process, may find it at once
         await exchange(random.Random(7), way, NUM_MESSAGES, 60.0)
+    found, rest = raised.value.split(AssertionError)
+    assert found is not None
+    assert rest is None
+    assert FOUND.search("".join(traceback.format_exception(found)))
 
 
 @pytest.mark.slow
