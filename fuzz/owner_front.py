@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import trio
 
 from fuzz.fronts import Front, Waiter, pace_of, running
+
+INTERRUPTED = {"KeyboardInterrupt", "BaseExceptionGroup"}
+"""What a traceback may be of: Python's own answer to SIGINT, as it is and as Trio passes it on."""
 
 
 class OwnerFront(Front):
@@ -65,6 +69,8 @@ class OwnerFront(Front):
         if self.code == 0:
             (left,) = self._said("left")
             assert left[2] == "0", f"{left[2]} descriptors are left open"
+        raised = set(_raised(self.lines)) - INTERRUPTED
+        assert not raised, f"tracebacks of {sorted(raised)}"
 
     async def check_goes_on(self) -> None:
         """See `Front`."""
@@ -74,6 +80,18 @@ class OwnerFront(Front):
             await self.wait_for(self._is_under_way)
         assert self._is_under_way(), "a stream has not begun"
         assert not self._said("died")
+
+
+def _raised(lines: list[str]) -> Iterator[str]:
+    """Return the type of every exception whose traceback is in `lines`, those within a group included."""
+    is_within = False
+    for line in lines:
+        text = re.sub(r"^\s*[|+] ", "", line)
+        if "Traceback (most recent call last)" in text:
+            is_within = True
+        elif is_within and not text.startswith(" "):
+            yield text.partition(":")[0]
+            is_within = False
 
 
 def open_owner(model: str, folder: Path, num_streams: int, *, drains: bool) -> AbstractAsyncContextManager[Front]:
