@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
@@ -82,16 +82,20 @@ class OwnerFront(Front):
         assert not self._said("died")
 
 
-def _raised(lines: list[str]) -> Iterator[str]:
-    """Return the type of every exception whose traceback is in `lines`, those within a group included."""
+def _raised(lines: list[str]) -> list[str]:
+    """Return the types of the exceptions whose tracebacks are in `lines`: those within a group, not what they hit."""
+    found = []
     is_within = False
     for line in lines:
         text = re.sub(r"^\s*[|+] ", "", line)
         if "Traceback (most recent call last)" in text:
             is_within = True
         elif is_within and not text.startswith(" "):
-            yield text.partition(":")[0]
+            found.append(text.partition(":")[0])
             is_within = False
+        elif text.startswith("During handling of the above exception"):
+            found.pop()
+    return found
 
 
 def open_owner(model: str, folder: Path, num_streams: int, *, drains: bool) -> AbstractAsyncContextManager[Front]:
