@@ -98,4 +98,11 @@ async def _first(wait: Callable[[], Awaitable[object]], scope: trio.CancelScope)
 
 
 if __name__ == "__main__":
-    trio.run(_main, sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
+    trio.run(
+        _main,
+        sys.argv[1],
+        float(sys.argv[2]),
+        int(sys.argv[3]),
+        float(sys.argv[4]),
+        restrict_keyboard_interrupt_to_checkpoints=True,  # it would cancel the waiters if it hit one of them
+    )
