@@ -78,7 +78,7 @@ async def abort(config: EngineConfig, url: str | None, cuts: Cuts, input_len: in
 
 
 async def _add_releases(report: Report, config: EngineConfig, cuts: Cuts, input_len: int) -> None:
-    """Add how long blocks are held after their streams were left, and how long a step takes beside; none ends before."""
+    """Add how long blocks are held after their streams, of which none ends before, were left; and how long a step is."""
     draw = random.Random(cuts.seed)
     free_s: list[float] = []
     steps_s: list[float] = []
