@@ -318,11 +318,10 @@ def test_a_call_that_is_not_answered_in_time_says_so_and_the_next_one_is_answere
     assert client.call(ResetPrefixCache()) is False
 
 
-def test_what_the_engine_logs_is_passed_on_and_given_back(capfd: pytest.CaptureFixture[str]) -> None:
+def test_what_the_engine_logs_is_passed_on(capfd: pytest.CaptureFixture[str]) -> None:
     with SyncMPClient(EngineConfig(model="null"), lambda *phase: None) as client:
         assert "starting: weights" in capfd.readouterr().err
-        output = client._connection._output
-        assert os.fstat(output.fileno()).st_size == output._num_read > 0
+        assert "starting: weights" in "\n".join(client._connection._output.tail)
 
 
 # -- Ctrl-C ----------------------------------------------------------------------------------------------------------
