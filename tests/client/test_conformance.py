@@ -561,6 +561,25 @@ async def test_a_verb_that_fails_fails_alone(open_face: Open, verb: Any, failure
         await assert_idle_and_well(face, log)
 
 
+class NoWord(msgspec.Struct, array_like=True, tag=True):
+    timeout_s: ClassVar[float] = 10.0
+    what: msgspec.msgpack.Ext = msgspec.msgpack.Ext(9, b"")
+
+
+async def test_what_the_engine_cannot_decode_is_answered_with_the_reason(open_killable: Open) -> None:
+    async with open_killable(null_step_ms=1) as face:
+        log = Log(face)
+        params = SamplingParams(temperature=0)
+        msgspec.structs.force_setattr(params, "temperature", -1.0)
+        undecodable, beside = request([1], params), request([2])
+        for each in (undecodable, beside):
+            face.client.add_request(each)
+        assert await log.until_ended(undecodable, beside) == [FinishReason.ERROR, FinishReason.LENGTH]
+        with pytest.raises(UtilityError, match=r"Call to NoWord failed: DecodeError: .*unknown msgpack extension 9"):
+            await face.call(NoWord())  # type: ignore[arg-type]
+        await assert_idle_and_well(face, log)
+
+
 async def test_answers_come_in_their_own_types(open_face: Open) -> None:
     async with open_face() as face:
         assert isinstance(await face.call(GetStats()), SchedulerStats)

@@ -147,6 +147,17 @@ def test_an_engine_that_cannot_even_begin_is_told_with_its_status_and_its_traceb
     assert (descriptors(), engine_folders()) == (before, [])
 
 
+def test_an_engine_whose_hello_cannot_be_decoded_is_refused_by_name(
+    engine_folders: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    babbles = "from engine import engine_process; engine_process.EngineHello = lambda index, pid: ['good day']; main()"
+    monkeypatch.setattr(handshake, "_MAIN", handshake._MAIN.removesuffix("main()") + babbles)
+    before = descriptors()
+    with pytest.raises(EngineDeadError, match="refused a hello that cannot be decoded"):
+        make_client()
+    assert (descriptors(), engine_folders()) == (before, [])
+
+
 _STOPS_AT = """
 import signal
 from engine.executor.null import NullModelRunner
