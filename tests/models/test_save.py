@@ -16,6 +16,7 @@ from engine.model_runner.model_runner import ModelRunner
 from engine.models.checkpoint import INDEX_FILE, stored_tensors
 from engine.models.save import save_sharded
 from engine.sampling_params import SamplingParams
+from engine.verbs import SaveShardedState
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
@@ -31,7 +32,7 @@ def test_a_model_saved_in_shards_can_be_served_again_and_gives_the_same_tokens(
     byte_llama: Path, tmp_path: Path
 ) -> None:
     llm = engine.LLM(str(byte_llama), num_threads=1, num_gpu_blocks_override=20)
-    names = llm.runner.save_sharded_state(tmp_path / "saved", 20_000)
+    names = llm.client.call(SaveShardedState(str(tmp_path / "saved"), 20_000))
     assert len(names) > 3
     assert names[0] == f"model-00001-of-{len(names):05}.safetensors"
     assert {path.name for path in (tmp_path / "saved").iterdir()} >= {"config.json", "tokenizer.json", INDEX_FILE}
