@@ -51,7 +51,6 @@ from engine.step_failures import StepFailures
 from engine.step_log import describe_plan
 from engine.task_tree import report, telling, write_report, write_stacks
 from engine.utilities import Utilities
-from engine.verbs import WakeUp
 from engine.watchdog import Watchdog
 from transport.services import open_services
 
@@ -60,9 +59,6 @@ teardown = logging.getLogger("teardown")
 
 LAST_WORD_TIMEOUT_S = 5.0
 """How long an engine that ends waits for its last word to be acknowledged."""
-
-NOBODYS_CALL = 0
-"""The id of a call that the server makes itself; clients count from 1."""
 
 Receive = Callable[[], Awaitable[list[ClientMessage]]]
 Send = Callable[[EngineMessage], None]
@@ -223,7 +219,7 @@ class EngineCoreServer:
                 self._failures.launched(plan)
                 self._take_inputs(core)
             self._tell(core, is_quiet=not in_flight)
-            self._watchdog.expect(bool(in_flight) or (core.has_work and core.waits_for is None))
+            self._watchdog.expect(self._is_step_pending(core))
             if in_flight:
                 await self._finish(core, in_flight[0])
             elif self._is_stopping and not (core.has_work or self._utilities.num_on_runner):
@@ -232,7 +228,15 @@ class EngineCoreServer:
                 await self._wait_for_input(core.next_deadline)
 
     def _wake(self) -> None:
+        """Have the step task take in what the runner answered to a call; a step behind that call has its time now."""
         self._woken.set()
+        self._watchdog.expect(bool(self._in_flight))
+
+    def _is_step_pending(self, core: EngineCore) -> bool:
+        """Whether a step should end, or be launched, without anything else that may take its time before."""
+        if self._in_flight:
+            return self._in_flight[0].launched_s <= self._utilities.runner_asked_s
+        return core.has_work and core.waits_for is None
 
     async def _wait_for_input(self, deadline: float) -> None:
         if not self._waiting:
@@ -302,13 +306,16 @@ class EngineCoreServer:
             core.abort([request.request_id], AbortReason.SHUTDOWN)
 
     def _drain(self, core: EngineCore) -> None:
-        """Take nothing new; what waits runs, for nobody could resume or wake the engine up any more."""
+        """Take nothing new; what waits runs, for nobody could resume or wake the engine up any more.
+
+        An engine that cannot wake up ends with that cause, which all who wait for it learn.
+        """
         self._is_draining = True
+        self._utilities.stop()
         if self._operations.asleep:
-            self._utilities.begin(UtilityCall(NOBODYS_CALL, WakeUp()))
+            self._utilities.wake_up()
         else:
             core.resume()
-        self._utilities.stop()
 
     def _tell(self, core: EngineCore, step: int = 0, *, is_quiet: bool = False) -> None:
         """Queue whatever the core has to say; statistics go with it, whenever a step was done, and before it is quiet.
