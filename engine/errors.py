@@ -172,9 +172,11 @@ class UtilityError(MetronomeError):
 class UtilityTimeout(UtilityError, TimeoutError):
     """The caller's time was over before the answer came; what was asked for may still be done."""
 
-    def __init__(self, verb: str, timeout_s: float) -> None:
-        """Name the `verb` that was not answered within `timeout_s`."""
-        super().__init__(verb, Cause("UtilityTimeout", f"no answer within {timeout_s:g} seconds; it may still come"))
+    def __init__(self, verb: str, timeout_s: float, cause: Cause | None = None) -> None:
+        """Name the `verb` that was not answered within `timeout_s`; `cause` says more than that."""
+        late = Cause("UtilityTimeout", f"no answer within {timeout_s:g} seconds; it may still come")
+        super().__init__(verb, cause or late)
+        self.timeout_s = timeout_s
 
 
 _UTILITY_STATUS = {

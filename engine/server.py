@@ -52,7 +52,7 @@ from engine.step_log import describe_plan
 from engine.task_tree import report, telling, write_report, write_stacks
 from engine.utilities import Utilities
 from engine.watchdog import Watchdog
-from transport.services import open_services
+from transport.services import Services, open_services
 
 logger = logging.getLogger(__name__)
 teardown = logging.getLogger("teardown")
@@ -111,43 +111,55 @@ class EngineCoreServer:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._receive_task)
-                cause = await self._serve()
-                last_word = (
-                    EngineStopped(self._engine_index) if cause is None else EngineDead(cause, self._engine_index)
-                )
-                self._send(last_word)
-                with trio.move_on_after(LAST_WORD_TIMEOUT_S):
-                    await self._acknowledged.wait()
-                    teardown.debug("last word acknowledged")
+                try:
+                    async with open_services() as services:
+                        cause = await self._serve(services)
+                        await self._say_last_word(cause)
+                except Exception as error:  # a service's door
+                    cause = self._cause_of(error)
+                    await self._say_last_word(cause)
+                teardown.debug("grammar back end closed")
                 nursery.cancel_scope.cancel()
         finally:
             await self._executor.aclose()
             teardown.debug("executor closed")
         return cause
 
-    async def _serve(self) -> Cause | None:
+    async def _serve(self, services: Services) -> Cause | None:
+        """Start and serve until told to stop or something breaks; `services` outlive this."""
         try:
             core = await self._start()
             self._grammars = GrammarCompiler(self._config, core, self._deliver_grammar)
-            async with open_services() as services, trio.open_nursery() as nursery:
+            services.start_soon(self._grammars.run)
+            async with trio.open_nursery() as nursery:
                 self._operations = Operations(core, report)
                 self._utilities = Utilities(core, self._operations, self._executor, self._wake)
-                services.start_soon(self._grammars.run)
                 nursery.start_soon(self._send_task)
                 nursery.start_soon(self._utilities.run)
                 with telling(f"engine {self._engine_index}", lambda: self._describe(core)):
                     await self._watched(core)
                 self._utilities.close()
         except Exception as error:  # the step's door: whatever broke is the engine's end, with its cause
-            cause = Cause.of(error, self._phase)
-            # What the operator can mend is told by the front, in one line.
-            level = logging.DEBUG if isinstance(error, ConfigError | ModelError) else logging.ERROR
-            logger.log(level, "%s\n%s", cause, cause.traceback)
-            self._flush()
-            return cause
+            return self._cause_of(error)
         finally:
             teardown.debug("step task ended")
         return None
+
+    def _cause_of(self, error: Exception) -> Cause:
+        cause = Cause.of(error, self._phase)
+        # What the operator can mend is told by the front, in one line.
+        level = logging.DEBUG if isinstance(error, ConfigError | ModelError) else logging.ERROR
+        logger.log(level, "%s\n%s", cause, cause.traceback)
+        return cause
+
+    async def _say_last_word(self, cause: Cause | None) -> None:
+        """Send what the send task had not come to, then the last word, and wait until that is acknowledged."""
+        while self._outbox_receive.statistics().current_buffer_used:
+            self._send(self._outbox_receive.receive_nowait())
+        self._send(EngineStopped(self._engine_index) if cause is None else EngineDead(cause, self._engine_index))
+        with trio.move_on_after(LAST_WORD_TIMEOUT_S):
+            await self._acknowledged.wait()
+            teardown.debug("last word acknowledged")
 
     # -- start ---------------------------------------------------------------------------------------------------
 
@@ -185,11 +197,6 @@ class EngineCoreServer:
         """Send apart from the step task, so that the next step is launched before the last one's tokens are encoded."""
         async for message in self._outbox_receive:
             self._send(message)
-
-    def _flush(self) -> None:
-        """Send what the send task had not come to, so that the engine's last word stays the last."""
-        while self._outbox_receive.statistics().current_buffer_used:
-            self._send(self._outbox_receive.receive_nowait())
 
     async def _watched(self, core: EngineCore) -> None:
         """Run the step task to its end, or until the watchdog has enough of it."""

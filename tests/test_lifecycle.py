@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 FRONT_FIRST = ["probes and new work get 503", "streams ended, 0 cut", "listeners closed", "connections closed"]
 ENGINE_ASKED = ["engine asked to stop", "intake closed"]
-ENGINE = ["step task ended", "last word acknowledged", "executor closed"]
+ENGINE = ["step task ended", "last word acknowledged", "grammar back end closed", "executor closed"]
 SOCKETS = ["socket closed", "socket closed", "context closed"]
 WHOLE = [*FRONT_FIRST, *ENGINE_ASKED, *ENGINE, *SOCKETS, "engine-0 ended", *SOCKETS]
 """The engine's lines come through the front's log, which has read them all once its process has ended."""
@@ -39,6 +39,22 @@ def test_a_stop_has_one_order(start_server: Any, drain_s: str, max_tokens: int, 
     for response in responses:
         *_, last, done = server.events(response)
         assert (last["choices"][0]["finish_reason"], done) == (reason, "[DONE]")
+    assert server.wait() == 0
+    assert teardown_of(server) == WHOLE
+
+
+def test_the_process_that_tries_grammars_ends_after_the_last_word_and_before_the_executor(
+    start_server: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys\nif sys.argv[0] == '-c':\n"
+        "    import logging, transport.process\n"
+        "    aclose = transport.process.Child.wait\n"
+    )
+    server = start_server("null", "--log-level", "debug")
+    with server.post("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "[a-z]{3}"}}) as response:
+        assert response.status == 200
+    server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 0
     assert teardown_of(server) == WHOLE
 
