@@ -43,20 +43,14 @@ def test_a_stop_has_one_order(start_server: Any, drain_s: str, max_tokens: int, 
     assert teardown_of(server) == WHOLE
 
 
-def test_the_process_that_tries_grammars_ends_after_the_last_word_and_before_the_executor(
-    start_server: Any, tmp_path: Path
-) -> None:
-    (tmp_path / "sitecustomize.py").write_text(
-        "import sys\nif sys.argv[0] == '-c':\n"
-        "    import logging, transport.process\n"
-        "    aclose = transport.process.Child.wait\n"
-    )
+def test_what_compiled_grammars_ends_after_the_last_word_and_before_the_executor(start_server: Any) -> None:
     server = start_server("null", "--log-level", "debug")
     with server.post("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "[a-z]{3}"}}) as response:
         assert response.status == 200
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 0
-    assert teardown_of(server) == WHOLE
+    after_last_word = WHOLE.index("grammar back end closed")
+    assert teardown_of(server) == [*WHOLE[:after_last_word], "grammar trial ended", *WHOLE[after_last_word:]]
 
 
 def test_a_stop_while_the_model_loads_has_the_same_order(start_server: Any) -> None:
