@@ -1,4 +1,4 @@
-"""How an engine and its server live and end, on real processes: the one order of a teardown, chaos, early signals."""
+"""How an engine and its server live and end, on real processes: the one order of a teardown, early signals."""
 
 from __future__ import annotations
 
