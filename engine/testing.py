@@ -37,19 +37,23 @@ SIMULATED_FAILURE = Cause("SimulatedFailure", "the step was made to fail")
 
 
 class TestGrammar:
-    """A grammar of `length` tokens at most: each that, added to the sum of all before it, `step` divides."""
+    """A grammar of `length` tokens at most: each that, added to the sum of all before it, `step` divides.
+
+    A text of that many tokens is complete if the grammar `ends`; if not, it allows nothing more, which is an error.
+    """
 
     __test__ = False
 
-    def __init__(self, step: int, length: int) -> None:
+    def __init__(self, step: int, length: int, *, ends: bool = False) -> None:
         """Start with no token."""
         self.step = step
         self.length = length
+        self.ends = ends
         self._num_tokens = self._sum = 0
 
     def anew(self) -> TestGrammar:
         """Return the same grammar before any token."""
-        return TestGrammar(self.step, self.length)
+        return TestGrammar(self.step, self.length, ends=self.ends)
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
         """See `Grammar`."""
@@ -62,8 +66,8 @@ class TestGrammar:
 
     @property
     def is_finished(self) -> bool:
-        """Never: what allows nothing more is an error here."""
-        return False
+        """See `Grammar`."""
+        return self.ends and self._num_tokens == self.length
 
     @property
     def failure(self) -> str | None:

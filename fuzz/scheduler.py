@@ -132,6 +132,7 @@ class Compiled(Operation):
     index: int = choose(0, 1, 2)
     step: int = choose(1, 2, 7)
     length: int = choose(20, 3)
+    ends: bool = choose(False, True)
     fails: bool = choose(*[False] * 5, True)
 
     def name(self, simulation: Simulation) -> str:
@@ -147,7 +148,8 @@ class Compiled(Operation):
 
     def apply(self, simulation: Simulation) -> None:
         """Give it."""
-        grammar = Cause("BadGrammar", "it was made to fail") if self.fails else TestGrammar(self.step, self.length)
+        cause = Cause("BadGrammar", "it was made to fail")
+        grammar = cause if self.fails else TestGrammar(self.step, self.length, ends=self.ends)
         simulation.driver.set_grammar(self.name(simulation), grammar)
 
 
@@ -221,8 +223,8 @@ class Plan(Operation):
 class Finish(Operation):
     """Commit or fail the oldest plan.
 
-    `culprit` is the row blamed, or told to have failed alone though it did not; None for all or no row. `num_more` tokens more than one are sampled for
-    each row, where no later plan is in flight.
+    `culprit` is the row blamed, or told to have failed alone though it did not; None for all or no row. `num_more`
+    tokens more than one are sampled for each row, where no later plan is in flight.
     """
 
     weight: ClassVar[int] = 40
