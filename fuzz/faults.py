@@ -166,6 +166,13 @@ def _reads_nothing(trace: Method, *args: Any) -> Any:
     return set(), trace(*args)[1]
 
 
+def _complete_text_goes_on(
+    told_grammar: Method, core: EngineCore, request: Request, grammar: Any, token_ids: Any, status: Any, cause: Any
+) -> Any:
+    told = told_grammar(core, request, grammar, token_ids, status, cause)
+    return told if told[0] is not RequestStatus.FINISHED_STOPPED else (status, cause)
+
+
 def _nine_common_blocks(original: Method, manager: KVCacheManager, running: Sequence[Request]) -> tuple[int, ...]:
     return tuple(9 for _ in original(manager, running))
 
@@ -196,6 +203,7 @@ FAULTS: dict[str, Fault] = {
     "what a failed row computed stays": Fault(KVCacheManager, "forget", _nothing),
     "who relies on a failed row goes on": Fault(KVCacheManager, "trace", _reads_nothing),
     "a step that has ended stays uncommitted": Fault(PrefixCache, "commit", _nothing),
+    "a complete text goes on": Fault(EngineCore, "_told_grammar", _complete_text_goes_on),
     "nine common blocks are claimed": Fault(KVCacheManager, "num_common_prefix_blocks", _nine_common_blocks),
     "blocks are not published again after a rewind": Fault(KVCacheManager, "rewind", _nothing),
     "the salt is not hashed": Fault(PrefixCache, "hashes", _salt_not_hashed, kv_cache.TARGET),

@@ -95,9 +95,11 @@ def _check_turn(turn: Sequence[EngineCoreOutput], got: list[int], alone: Alone) 
     name = last.request_id
     assert got == alone.token_ids[: len(got)], f"{name} got {got}, alone it gets {alone.token_ids}"
     is_stop = reason is FinishReason.STOP and last.new_token_ids  # else a stop string, seen by the client, or a close
-    if is_stop or reason in (FinishReason.LENGTH, FinishReason.REPETITION):
+    has_ended = is_stop or reason in (FinishReason.LENGTH, FinishReason.REPETITION)
+    if has_ended:
         assert got == alone.token_ids, f"{name} ended after {got}, alone it gets {alone.token_ids}"
-        assert (reason, last.stop_reason) == alone[1:], f"{name}: {last}"
+    if has_ended or (got == alone.token_ids and alone.finish_reason is not FinishReason.ERROR):
+        assert (reason, last.stop_reason) == alone[1:], f"{name} ends with its last token, and not later: {last}"
 
 
 def check_victims(
