@@ -152,6 +152,8 @@ class EngineCore:
     def extend(self, part: SessionPart) -> None:
         """Add the next part of a session, or let it end after those it has; ended ids are ignored.
 
+        A session that has as many parts to come as requests may wait is ended, with reason error, by one more.
+
         Raises:
             ValueError: The request is no session, or its last part has come; the caller's fault.
         """
@@ -160,8 +162,13 @@ class EngineCore:
             return
         if request.session is None or (request.session and request.session[-1].is_last):
             raise ValueError(f"{request} takes no further part")
+        awaits_it = request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+        refusal = None if awaits_it or part.is_last else self._limits.part_refusal(len(request.session))
+        if refusal is not None:
+            self._finish(request, RequestStatus.FINISHED_ERROR, cause=refusal)
+            return
         request.session.append(part)
-        if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
+        if awaits_it:
             self._begin_turn(request)
 
     def abort(self, request_ids: Iterable[RequestId], reason: AbortReason = AbortReason.CLIENT) -> None:

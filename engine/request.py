@@ -316,7 +316,7 @@ class Request:
         self.num_computed_tokens = num_computed_tokens
 
     def begin_turn(self, part: SessionPart, max_model_len: int) -> None:
-        """Let a session's next part follow what was computed; the caller has seen to it that nothing is in flight.
+        """Let a session's next part follow what was computed; rows that are still in flight are void.
 
         The last sampled token, which the model has not read, gives way to the part.
         """

@@ -7,10 +7,11 @@ block that a plan in flight names is written by nobody else.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from engine.core import EngineCore
 from engine.errors import Cause
 from engine.executor.null import NullModelRunner, Windows, expected_tokens
 from engine.kv_cache.spec import num_skipped_blocks
-from engine.outputs import FinishReason, GrammarMasks, ModelRunnerOutput, RequestId, SchedulerOutput
+from engine.outputs import FinishReason, GrammarMasks, ModelRunnerOutput, RequestId, ScheduledRequest, SchedulerOutput
 from engine.protocol import AbortReason, EngineCoreOutput, EngineCoreRequest, PauseMode, SessionPart
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -36,19 +37,23 @@ SIMULATED_FAILURE = Cause("SimulatedFailure", "the step was made to fail")
 
 
 class TestGrammar:
-    """A grammar of `length` tokens at most: each that, added to the sum of all before it, `step` divides."""
+    """A grammar of `length` tokens at most: each that, added to the sum of all before it, `step` divides.
+
+    A text of that many tokens is complete if the grammar `ends`; if not, it allows nothing more, which is an error.
+    """
 
     __test__ = False
 
-    def __init__(self, step: int, length: int) -> None:
+    def __init__(self, step: int, length: int, *, ends: bool = False) -> None:
         """Start with no token."""
         self.step = step
         self.length = length
+        self.ends = ends
         self._num_tokens = self._sum = 0
 
     def anew(self) -> TestGrammar:
         """Return the same grammar before any token."""
-        return TestGrammar(self.step, self.length)
+        return TestGrammar(self.step, self.length, ends=self.ends)
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
         """See `Grammar`."""
@@ -61,8 +66,8 @@ class TestGrammar:
 
     @property
     def is_finished(self) -> bool:
-        """Never: what allows nothing more is an error here."""
-        return False
+        """See `Grammar`."""
+        return self.ends and self._num_tokens == self.length
 
     @property
     def failure(self) -> str | None:
@@ -105,18 +110,20 @@ class LaunchedPlan:
     Attributes:
         plan: The plan.
         fails: Whether its step is to fail, or has failed.
+        corrupted: Whose row is to compute wrong K/V and to fail alone.
         masks: Of its grammar rows.
         output: The result of its step, once it was executed.
         follows_failure: Whether an earlier step, or a row of it, failed after this plan was made: rows may be void.
-        reads: For each row whose it is and which blocks it reads or writes.
+        reads: For each row whose it is, which blocks it reads or writes, and which it writes.
     """
 
     plan: SchedulerOutput
     fails: bool
+    corrupted: RequestId | None = None
     masks: GrammarMasks | None = None
     output: ModelRunnerOutput | None = None
     follows_failure: bool = False
-    reads: list[tuple[EngineCoreRequest | RequestId, set[int]]] = field(default_factory=list)
+    reads: list[tuple[EngineCoreRequest | RequestId, set[int], set[int]]] = field(default_factory=list)
 
 
 class CoreDriver:
@@ -233,15 +240,19 @@ class CoreDriver:
         self.core.abort([RequestId(name) for name in names], reason)
         self._end_act()
 
-    def plan(self, *, fails: bool = False) -> SchedulerOutput | None:
+    def plan(self, *, fails: bool = False, corrupts: int | None = None) -> SchedulerOutput | None:
         """Make the next plan and execute it, unless its step is to fail.
 
-        A plan that needs the tokens of a failed one fails too, as on a real executor.
+        A plan that needs the tokens of a failed one fails too, as on a real executor. Of one that runs, the
+        `corrupts`-th row computes wrong K/V, so that whoever relies on them gets wrong tokens, and fails alone.
         """
         plan = self.core.plan(self._tick())
         if plan is not None:
-            launched = LaunchedPlan(plan, fails, self.core.grammar_masks(plan))
+            rows = plan.requests
+            corrupted = None if corrupts is None or not rows else rows[corrupts % len(rows)].request_id
+            launched = LaunchedPlan(plan, fails, corrupted, self.core.grammar_masks(plan))
             self._check_blocks(launched)
+            _check_common_prefix(plan)
             self.plans.append(launched)
             if not self.runs_late:
                 self._execute(launched)
@@ -273,7 +284,8 @@ class CoreDriver:
         if output is not None:
             for row, token_ids in zip(plan.requests, output.sampled_token_ids, strict=True):
                 token_ids += (more or {}).get(row.request_id, ())
-            failed = {**output.failed, **{RequestId(name): SIMULATED_FAILURE for name in broken}}
+            names = [*broken] if launched.corrupted is None else [*broken, launched.corrupted]
+            failed = {**output.failed, **{RequestId(name): SIMULATED_FAILURE for name in names}}
             self.core.commit(plan, msgspec.structs.replace(output, failed=failed), self._tick())
         else:
             self.core.fail(plan, SIMULATED_FAILURE, None if blamed is None else [RequestId(name) for name in blamed])
@@ -326,7 +338,8 @@ class CoreDriver:
         if launched.fails or launched.output is not None:
             return
         try:
-            self.runner.execute(launched.plan)
+            with _corrupting(self.runner, launched.corrupted):
+                self.runner.execute(launched.plan)
             launched.output = self.runner.sample(launched.masks)
         except KeyError:
             earlier = itertools.takewhile(lambda other: other is not launched, self.plans)
@@ -349,10 +362,10 @@ class CoreDriver:
             for table, group in zip(map(np.ndarray.tolist, row.block_tables), groups, strict=True):
                 written.update(table[first : last + 1])
                 read.update(table[num_skipped_blocks(group, row.start, block_size) :])
-            for other, other_read in itertools.chain(earlier_reads, launched.reads):
+            for other, other_read, _ in itertools.chain(earlier_reads, launched.reads):
                 taken = other is not owner and written & other_read
                 assert not taken, f"{row.request_id} writes blocks {taken}, which an earlier row in flight reads"
-            launched.reads.append((owner, read))
+            launched.reads.append((owner, read, written))
 
     def num_cached_tokens(self, request: Request) -> int:
         """Return how many tokens of `request` one could hit who comes with the same."""
@@ -382,6 +395,32 @@ class CoreDriver:
             completion.outputs.append(output)
             self.num_outputs += 1
             completion.token_ids += output.new_token_ids
+
+
+@contextlib.contextmanager
+def _corrupting(runner: NullModelRunner, request_id: RequestId | None) -> Iterator[None]:
+    """Let the rows of `request_id`, if any, write wrong K/V while the block lasts."""
+    write = runner._write
+
+    def write_wrong(layer: int, row: ScheduledRequest, numbers: Any) -> None:
+        write(layer, row, numbers ^ 1 if row.request_id == request_id else numbers)
+
+    if request_id is not None:
+        vars(runner)["_write"] = write_wrong
+    try:
+        yield
+    finally:
+        vars(runner).pop("_write", None)
+
+
+def _check_common_prefix(plan: SchedulerOutput) -> None:
+    """Check that the leading blocks which all rows are said to share are the same in all their tables."""
+    for group, num_common in enumerate(plan.num_common_prefix_blocks):
+        if num_common:
+            leading = {tuple(row.block_tables[group][:num_common].tolist()) for row in plan.requests}
+            shared = min(leading, default=())
+            assert len(leading) <= 1, f"{num_common} leading blocks are said to be shared, and differ: {leading}"
+            assert not leading or len(shared) == num_common, f"{num_common} are said to be shared, and are {shared}"
 
 
 @functools.lru_cache(maxsize=4096)

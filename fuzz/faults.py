@@ -162,6 +162,21 @@ def _nothing(original: Method, *args: Any) -> None:
     pass
 
 
+def _reads_nothing(trace: Method, *args: Any) -> Any:
+    return set(), trace(*args)[1]
+
+
+def _complete_text_goes_on(
+    told_grammar: Method, core: EngineCore, request: Request, grammar: Any, token_ids: Any, status: Any, cause: Any
+) -> Any:
+    told = told_grammar(core, request, grammar, token_ids, status, cause)
+    return told if told[0] is not RequestStatus.FINISHED_STOPPED else (status, cause)
+
+
+def _nine_common_blocks(original: Method, manager: KVCacheManager, running: Sequence[Request]) -> tuple[int, ...]:
+    return tuple(9 for _ in original(manager, running))
+
+
 def _salt_not_hashed(hashes: Method, cache: PrefixCache, request: Request) -> Any:
     salt, request.cache_salt = request.cache_salt, None
     found = hashes(cache, request)
@@ -185,6 +200,11 @@ FAULTS: dict[str, Fault] = {
     "evicted blocks keep their hash": Fault(PrefixCache, "forget", _nothing),
     "what a failed step published stays": Fault(KVCacheManager, "retract", lambda retract, manager: set()),
     "who relies on a failed step goes on": Fault(KVCacheManager, "relies_on", lambda relies_on, *args: False),
+    "what a failed row computed stays": Fault(KVCacheManager, "forget", _nothing),
+    "who relies on a failed row goes on": Fault(KVCacheManager, "trace", _reads_nothing),
+    "a step that has ended stays uncommitted": Fault(PrefixCache, "commit", _nothing),
+    "a complete text goes on": Fault(EngineCore, "_told_grammar", _complete_text_goes_on),
+    "nine common blocks are claimed": Fault(KVCacheManager, "num_common_prefix_blocks", _nine_common_blocks),
     "blocks are not published again after a rewind": Fault(KVCacheManager, "rewind", _nothing),
     "the salt is not hashed": Fault(PrefixCache, "hashes", _salt_not_hashed, kv_cache.TARGET),
 }

@@ -167,6 +167,8 @@ class Simulation:
         self.coverage.saw(event, ("running" if self.running else "idle", f"{min(len(self.in_flight), 3)} in flight"))
         operation.apply(self)
         self.manager.check_invariants(self.running)
+        past = self.manager.awaited_steps - {step.number for step in self.in_flight}
+        assert not past, f"steps {past} have ended, and what they published or held is still theirs"
 
     def finish(self) -> None:
         """Settle and release everything.

@@ -132,6 +132,7 @@ class Compiled(Operation):
     index: int = choose(0, 1, 2)
     step: int = choose(1, 2, 7)
     length: int = choose(20, 3)
+    ends: bool = choose(False, True)
     fails: bool = choose(*[False] * 5, True)
 
     def name(self, simulation: Simulation) -> str:
@@ -147,7 +148,8 @@ class Compiled(Operation):
 
     def apply(self, simulation: Simulation) -> None:
         """Give it."""
-        grammar = Cause("BadGrammar", "it was made to fail") if self.fails else TestGrammar(self.step, self.length)
+        cause = Cause("BadGrammar", "it was made to fail")
+        grammar = cause if self.fails else TestGrammar(self.step, self.length, ends=self.ends)
         simulation.driver.set_grammar(self.name(simulation), grammar)
 
 
@@ -199,10 +201,14 @@ class Abort(Operation):
 
 @dataclass(frozen=True, repr=False)
 class Plan(Operation):
-    """Make a plan, if one may be in flight; its step fails or not."""
+    """Make a plan, if one may be in flight; its step fails or not.
+
+    `corrupts` is the row that computes wrong K/V and fails alone, None for none.
+    """
 
     weight: ClassVar[int] = 40
     fails: bool = choose(*[False] * 14, True)
+    corrupts: int | None = choose(*[None] * 30, 0, 1, 2)
 
     def event(self, simulation: Simulation) -> str | None:
         """Return that a plan is made, unless as many as may be are in flight."""
@@ -210,15 +216,15 @@ class Plan(Operation):
 
     def apply(self, simulation: Simulation) -> None:
         """Make it."""
-        simulation.plan(self.fails)
+        simulation.plan(self.fails, self.corrupts)
 
 
 @dataclass(frozen=True, repr=False)
 class Finish(Operation):
     """Commit or fail the oldest plan.
 
-    `culprit` is the row blamed or broken alone, None for all or no row. `num_more` tokens more than one are sampled for
-    each row, where no later plan is in flight.
+    `culprit` is the row blamed, or told to have failed alone though it did not; None for all or no row. `num_more`
+    tokens more than one are sampled for each row, where no later plan is in flight.
     """
 
     weight: ClassVar[int] = 40
@@ -231,7 +237,8 @@ class Finish(Operation):
             return None
         if simulation.driver.plans[0].fails:
             return "fail"
-        return "commit" if self.culprit is None else "commit, row fails"
+        whole = self.culprit is None and simulation.driver.plans[0].corrupted is None
+        return "commit" if whole else "commit, row fails"
 
     def apply(self, simulation: Simulation) -> None:
         """End it."""
@@ -333,7 +340,7 @@ class Simulation:
         for name in self.open_sessions():
             driver.extend(name, ())
         while driver.core.has_work:
-            self.plan(False)
+            self.plan()
             if driver.plans:
                 self.finish_step(None, 0)
             before, num_outputs = num_outputs, driver.num_outputs
@@ -368,9 +375,9 @@ class Simulation:
         self._arrivals[name] = self._num_arrivals
         return name
 
-    def plan(self, fails: bool) -> None:
+    def plan(self, fails: bool = False, corrupts: int | None = None) -> None:
         """Make a plan."""
-        plan = self.driver.plan(fails=fails)
+        plan = self.driver.plan(fails=fails, corrupts=corrupts)
         if plan is not None:
             self._told += plan.finished_request_ids
             victims = plan.preempted_request_ids[self._num_untold :]
@@ -400,22 +407,29 @@ class Simulation:
         self._check_publication()
 
     def _commit(self, launched: LaunchedPlan, guilty: list[RequestId], num_more: int) -> None:
-        """Commit the oldest plan, of whose rows those of `guilty` failed; whoever else samples must get its token."""
+        """Commit the oldest plan, of whose rows those of `guilty` failed; whoever else samples must get its token.
+
+        Unless it may have relied on one that failed alone: one that computes from what the plan itself fills.
+        """
         driver = self.driver
         more = self._more_tokens(launched.plan, num_more) if num_more else None
         sessions = {request.request_id for request in driver.live_requests if request.session is not None}
         numbers = {
             row.request_id: len(driver.completions[row.request_id].token_ids)
-            for row, (owner, _) in zip(launched.plan.requests, launched.reads, strict=True)
+            for row, (owner, _, _) in zip(launched.plan.requests, launched.reads, strict=True)
             if row.samples and driver.is_live(owner) and row.request_id not in guilty
             if row.request_id not in sessions  # the end of a turn makes its further rows void
         }
         counts = not launched.follows_failure
         driver.finish_step(broken=guilty, more=more)
-        broken = launched.output.failed if launched.output is not None else {}
-        if broken or guilty:
+        broken = {} if launched.output is None else {**launched.output.failed, **dict.fromkeys(guilty)}
+        if launched.corrupted is not None:
+            broken[launched.corrupted] = None
+        if broken:
             self._has_broken_rows = True
             self.count_untold()  # who relied on them computes anew
+            for name in numbers.keys() & _sharers(launched):
+                del numbers[name]
         for name, number in numbers.items():
             if name in broken:
                 continue  # its grammar allowed nothing more
@@ -462,6 +476,16 @@ class Simulation:
                 num_known = request.num_computed_tokens - self.settings.max_concurrent_plans
                 num_hit = self.driver.num_cached_tokens(request)
                 assert num_hit > num_known - self.settings.block_size, f"{request} can be hit for {num_hit} tokens only"
+
+
+def _sharers(launched: LaunchedPlan) -> set[RequestId]:
+    """Return whose rows read blocks that other rows of the same plan fill: if one of those fails, they compute anew."""
+    return {
+        row.request_id
+        for row, (_, read, own) in zip(launched.plan.requests, launched.reads, strict=True)
+        for _, _, filled in launched.reads
+        if filled is not own and not filled.isdisjoint(read)
+    }
 
 
 TARGET = Target(

@@ -308,10 +308,10 @@ def continuation(
         if allowed == []:
             return
         token_id = _draw(states[1], params, allowed)
-        yield token_id
-        read(token_id)
         if grammar is not None:
             grammar.accept_tokens([token_id])
+        yield token_id
+        read(token_id)
 
 
 def _draw(state: int, params: SamplingParams, allowed: Sequence[int] | None = None) -> int:

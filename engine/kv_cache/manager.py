@@ -25,8 +25,8 @@ from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.block_tables import BlockTable, BlockTables
 from engine.kv_cache.match import Match, longest_match
 from engine.kv_cache.prefix_cache import PrefixCache
-from engine.kv_cache.spec import NULL_BLOCK, max_blocks_for, num_blocks_for, num_skipped_blocks
-from engine.outputs import BlockId, KVCacheGroup, RequestId
+from engine.kv_cache.spec import max_blocks_for, num_blocks_for, num_skipped_blocks
+from engine.outputs import BlockId, KVCacheGroup, RequestId, ScheduledRequest
 from engine.request import Request, Shortage
 
 ALL_LAYERS = (KVCacheGroup(layers=(0,)),)
@@ -66,6 +66,11 @@ class KVCacheManager:
     def has_held_blocks(self) -> bool:
         """Whether plans in flight hold blocks that their requests gave back."""
         return bool(self._held)
+
+    @property
+    def awaited_steps(self) -> set[int]:
+        """Steps in flight that have published something, or hold blocks that their requests gave back."""
+        return self.prefix_cache.uncommitted_steps | self._held.keys()
 
     @property
     def num_available_blocks(self) -> int:
@@ -260,14 +265,26 @@ class KVCacheManager:
         tables = self._tables[request.request_id]
         return any(not blocks.isdisjoint(table.blocks[:num_full]) for table in tables.of_group)
 
-    def forget(self, request: Request, start: int) -> set[BlockId]:
-        """Let nobody hit what `request` computed from position `start` on, which is not to be trusted; return it."""
-        held = self._held.get(request.last_step, {}).get(request.request_id)
-        tables = self._tables.get(request.request_id, held)
-        of_group, first = () if tables is None else tables.of_group, start // self.block_size
-        blocks = {block for table in of_group for block in table.blocks[first:]} - {BlockId(NULL_BLOCK)}
+    # A row has failed alone
+
+    def trace(self, row: ScheduledRequest) -> tuple[set[BlockId], set[BlockId]]:
+        """Return the blocks that a row in flight computes from, and those that it fills.
+
+        They are those of the tables it was planned with, whatever has become of its request and of the id since.
+        """
+        read: set[BlockId] = set()
+        filled: set[BlockId] = set()
+        end = num_blocks_for(row.start + row.num_tokens, self.block_size)
+        for group, table in zip(self._groups, row.block_tables, strict=True):
+            blocks = table[:end].tolist()
+            first = num_skipped_blocks(group, row.start, self.block_size)
+            read.update(blocks[first : num_blocks_for(row.start, self.block_size)])
+            filled.update(blocks[row.start // self.block_size :])
+        return read, filled
+
+    def forget(self, blocks: set[BlockId]) -> None:
+        """Let nobody hit `blocks`, whose content is not to be trusted."""
         self.prefix_cache.forget(blocks)
-        return blocks
 
     # A request leaves
 

@@ -84,6 +84,11 @@ class PrefixCache:
             runs = groupby(enumerate(new), key=lambda place: place[1] - place[0])
             self._events += [self._stored(request, [index for _, index in run], group) for _, run in runs]
 
+    @property
+    def uncommitted_steps(self) -> set[int]:
+        """Steps whose publications can still be retracted."""
+        return {*self._published}
+
     def commit(self, step: int) -> None:
         """The blocks published by `step` are computed: they stay until evicted."""
         self._published.pop(step, None)

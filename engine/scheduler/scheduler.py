@@ -199,29 +199,42 @@ class Scheduler:
                 f"a result of step {output.step} with {len(output.sampled_token_ids)} rows "
                 f"is not that of step {plan.step} with {len(plan.requests)} rows"
             )
+        failed = output.failed
+        if failed:
+            self._distrust(rows, failed, now)
         if output.logprobs is not None or output.prompt_logprobs:
             _keep_logprobs(rows, output)
-        failed = output.failed
         results = [
             self._take_in(request, row, token_ids, failed)
             for (request, row, generation), token_ids in zip(rows, output.sampled_token_ids, strict=True)
             if generation == request.generation
         ]
-        if failed:
-            self._distrust([(request, row) for request, row, _ in rows if request.request_id in failed], now)
         self._settle()
         return results
 
-    def _distrust(self, failed: list[tuple[Request, ScheduledRequest]], now: float) -> None:
-        """Let nobody use what rows that failed alone have computed; who does computes anew."""
+    def _distrust(self, oldest: list[PlannedRow], failed: dict[RequestId, Cause], now: float) -> None:
+        """Let nobody use what rows of the `oldest` plan that failed alone have computed, nor anything that rests on it.
+
+        A row computes from blocks that rows before it have filled, of its own plan or an earlier one. So one pass in
+        their order finds all suspect blocks, those of requests that have left included. Whoever was misled computes
+        anew: what its rows gave, be it a failure, counts for nothing.
+        """
         suspect: set[BlockId] = set()
-        for request, row in failed:
-            suspect |= self._kv_cache.forget(request, row.start)
-        guilty = {request for request, _ in failed}
+        guilty: set[Request] = set()
+        misled: set[Request] = set()
+        for index, (request, row, generation) in enumerate(self.in_flight.rows()):
+            read, written = self._kv_cache.trace(row)
+            is_misled = not suspect.isdisjoint(read)
+            if is_misled or (index < len(oldest) and request.request_id in failed):
+                suspect |= written
+                if generation == request.generation and request not in guilty:
+                    (misled if is_misled else guilty).add(request)
+        self._kv_cache.forget(suspect)
         for request in reversed(tuple(self.running)):
-            if request not in guilty and self._kv_cache.relies_on(request, suspect):
+            if request in misled:
                 self.preempt(request, now)
-                request.rewind(0)
+        for request in misled:
+            request.rewind(0)
 
     def _take_in(
         self, request: Request, row: ScheduledRequest, token_ids: list[int], failed: dict[RequestId, Cause]
@@ -325,6 +338,8 @@ class Scheduler:
         assert ranks == sorted(ranks), f"running is out of order: {running}"
         assert len(running) <= self._config.max_num_seqs, f"{len(running)} requests run"
         assert len(self.in_flight) <= self._capacity.max_concurrent_plans
+        past = self._kv_cache.awaited_steps - self.in_flight.steps
+        assert not past, f"steps {past} have ended, and what they published or held is still theirs"
         for request in running:
             assert request.status is RUNNING, f"{request} is in the running list"
         for request in waiting:
