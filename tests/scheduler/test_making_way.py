@@ -159,7 +159,10 @@ def test_who_comes_again_has_its_place_as_the_policy_has_it() -> None:
     fair, early, late = Fair(), placed(1, position=0), placed(2, position=70)
     assert Priority().place_again(early, late) == early.place
     assert fair.place_again(early) == (0, 1)
+    fair.place(late)
     fair.started(late)
-    assert fair.place_again(early) == (70, 1)  # now, as one who comes now
-    assert fair.place_again(early, made_way_for=placed(3, position=90)) == (91, 1)  # behind whom it made way for
-    assert fair.place_again(early, made_way_for=placed(3, position=5)) == (71, 1)  # and never before now
+    assert fair.place_again(early) == (0, 1)  # before all who come now
+    now, _ = fair.place(placed(3, client="other"))
+    assert now > 70
+    assert fair.place_again(early, made_way_for=placed(3, position=990)) == (991, 1)  # behind whom it made way for
+    assert fair.place_again(early, made_way_for=placed(3, position=5)) == (now + 1, 1)  # and those who come now
