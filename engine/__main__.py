@@ -12,6 +12,7 @@ from engine.early_signals import leave_signals, take_signals
 
 def main() -> NoReturn:
     """Run the command line; while its modules are imported there is nothing to stop: a signal ends it on the spot."""
+    open_standard_streams()
     is_server = sys.argv[1:2] == ["serve"]  # for which stopping is the orderly end
     take_signals(0 if is_server else None)
     from engine import cli
@@ -27,6 +28,17 @@ def main() -> NoReturn:
         sys.stderr.flush()
         os._exit(exit_code)
     sys.exit(exit_code)
+
+
+def open_standard_streams() -> None:
+    """Put the null device where a standard stream is closed: else the next file or socket would take its place."""
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest descriptor that is free: this one
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(descriptor, "w" if descriptor else "r", closefd=False))  # noqa: SIM115
 
 
 if __name__ == "__main__":

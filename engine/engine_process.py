@@ -24,6 +24,7 @@ from functools import partial
 
 import trio
 
+from engine.bad_messages import answer_bad_message, report_bad_message
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.executor.inline import InlineExecutor
@@ -36,6 +37,7 @@ from engine.handshake import (
     engine_name,
     identity_of,
     open_socket_folder,
+    refuse_hello,
 )
 from engine.protocol import (
     Acknowledge,
@@ -51,7 +53,6 @@ from engine.server import EngineCoreServer
 from engine.task_tree import answer_signals, telling
 from engine.watchdog import own_alarm
 from transport.channel import ReceiveChannel, RouterReceiveChannel, SendChannel
-from transport.codec import DecodeError
 from transport.process import open_child
 from transport.services import open_services
 from transport.spawn import write_to_stderr
@@ -108,8 +109,8 @@ class ProcessConnection:
         self._processes = [_EngineProcess(index) for index in range(num_engines)]
         self._router = router
         self._senders = [SendChannel[ClientMessage](router, to=identity_of(index)) for index in range(num_engines)]
-        self._hellos = RouterReceiveChannel[EngineHello](router, EngineHello, on_bad_message=_report_bad_message)
-        self._receiver = ReceiveChannel[EngineMessage](pull, EngineMessage, on_bad_message=_report_bad_message)
+        self._hellos = RouterReceiveChannel[EngineHello](router, EngineHello, on_bad_message=refuse_hello)
+        self._receiver = ReceiveChannel[EngineMessage](pull, EngineMessage, on_bad_message=report_bad_message)
         self._folder: str | None = folder
         self._is_starting = True
         self._waiting = trio.CancelScope()
@@ -246,10 +247,6 @@ def _write_line_of(name: str, line: str) -> None:
     write_to_stderr(f"[{name}] {line}")
 
 
-def _report_bad_message(error: DecodeError) -> None:
-    logger.error("skipped a message that is none: %s", error)
-
-
 # -- the engine's side -----------------------------------------------------------------------------------------------
 
 
@@ -272,12 +269,13 @@ async def _run(engine_index: int, request_address: str, output_address: str) -> 
         async with dealer, push:
             dealer.connect(request_address)
             push.connect(output_address)
-            receiver = ReceiveChannel[ClientMessage](dealer, ClientMessage, on_bad_message=_report_bad_message)
+            sender = SendChannel[EngineMessage](push)
+            on_bad_message = partial(answer_bad_message, engine_index=engine_index, send=sender.send_nowait)
+            receiver = ReceiveChannel[ClientMessage](dealer, ClientMessage, on_bad_message=on_bad_message)
             await SendChannel[EngineHello](dealer).send(EngineHello(engine_index, os.getpid()))
             config = await _configuration(receiver)
             logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT, stream=sys.stderr)
             sys.setswitchinterval(SWITCH_INTERVAL_S)
-            sender = SendChannel[EngineMessage](push)
 
             def send(message: EngineMessage) -> None:
                 sender.send_nowait(message)

@@ -41,10 +41,16 @@ MAX_KNOWN = 256
 """Findings that are kept."""
 NICENESS = 5
 """How far a trial stands behind the engine's steps, which share its processors."""
+WALL_FACTOR = 20
+"""How many times its processor time a trial may take by the clock; it stands behind all else that runs."""
+MIN_WALL_S = 10.0
+"""What it may take at least; the first one has its process started in that time."""
 _ROOT = str(Path(engine.__file__).parent.parent)
 # -P and the explicit path: the child imports this very engine, whatever folder it is started in.
+# The guard stands before the imports, in which its parent may die too.
 _MAIN = (
-    f"import os, sys; os.nice({NICENESS}); sys.path.insert(0, {_ROOT!r}); from engine.grammar_trial import main; main()"
+    f"import os, sys; sys.path.insert(0, {_ROOT!r}); from transport.spawn import child_guard; child_guard(); "
+    f"os.nice({NICENESS}); from engine.grammar_trial import main; main()"
 )
 
 
@@ -127,19 +133,28 @@ class GrammarCompiler:
                 self._go_on(wanted, answer)
 
     async def _try_out(self, stack: AsyncExitStack, asked: StructuredOutputsParams) -> Answer | Cause:
-        """Have `asked` tried; a trial process that ended says nothing of it, and the next one gets a new one."""
+        """Have `asked` tried; a process that ended or stands still says nothing of it, and the next gets a new one."""
         try:
             if self._trial is None:
                 self._trial = await stack.enter_async_context(_open_trial(self._most_s))
-            answer = await self._trial.ask(asked)
         except (OSError, RuntimeError) as error:  # no process can be started
             return Cause.of(error)
-        if answer is not None:
-            return answer
-        child, self._trial = self._trial.child, None
-        status = await child.wait()
-        await stack.aclose()
-        return Cause("GrammarTrialDied", describe_exit("the process that tries grammars", status, child.stderr_tail))
+        child = self._trial.child
+        wall_s = max(MIN_WALL_S, WALL_FACTOR * self._most_s)
+        with trio.move_on_after(wall_s):
+            answer = await self._trial.ask(asked)
+            if answer is not None:
+                return answer
+            await child.wait()
+        has_died = child.returncode is not None
+        self._trial = None
+        await stack.aclose()  # kills one that stands still
+        if not has_died:
+            told = f"the process that tries grammars gave no answer within {wall_s:g} seconds and was killed; try again"
+            return Cause("GrammarTrialStuck", told)
+        assert child.returncode is not None
+        told = describe_exit("the process that tries grammars", child.returncode, child.stderr_tail)
+        return Cause("GrammarTrialDied", told)
 
 
 class _Trial:

@@ -26,7 +26,6 @@ from engine.structured_output.lark import to_lark
 from engine.structured_output.llguidance_backend import compute_mask, match, message_of
 from engine.structured_output.params import StructuredOutputsParams
 from engine.structured_output.vocabulary import Vocabulary
-from transport.spawn import child_guard
 
 MAX_MEMORY_BYTES = 512 * 2**20
 """Most memory of a trial, the interpreter's own included."""
@@ -87,7 +86,6 @@ def frame_size(header: bytes) -> int:
 
 def main() -> None:
     """Be a trial process: arguments are the descriptor of a socket and the seconds that a grammar may take."""
-    child_guard()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))

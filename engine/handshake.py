@@ -15,10 +15,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import engine
 from engine.errors import Cause, ConfigError, EngineDeadError
 from engine.protocol import PROTOCOL_VERSION, EngineHello
+from transport.codec import DecodeError
 from transport.folder import open_folder
 from transport.spawn import describe_exit
 
@@ -79,6 +81,15 @@ def check_hello(identity: bytes, hello: EngineHello, pids: Mapping[int, int]) ->
     """
     if objection := _objection(identity, hello, pids):
         raise EngineDeadError(Cause("ProtocolError", f"refused a hello of process {hello.pid}: {objection}"))
+
+
+def refuse_hello(error: DecodeError) -> NoReturn:
+    """Refuse a hello that cannot be decoded.
+
+    Raises:
+        EngineDeadError: Always.
+    """
+    raise EngineDeadError(Cause("ProtocolError", f"refused a hello that cannot be decoded: {error}")) from error
 
 
 def _objection(identity: bytes, hello: EngineHello, pids: Mapping[int, int]) -> str | None:

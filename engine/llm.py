@@ -109,7 +109,8 @@ class LLM:
             with tqdm(total=len(prompts), desc="Prompts", unit="prompt", disable=not use_tqdm) as bar:
                 while waiting or engine.has_unfinished_requests():
                     while waiting and self.client.num_live < self.client.max_num_live:
-                        engine.start(*waiting.popleft())
+                        state, request = waiting.popleft()
+                        engine.start(state, [request])
                     for output in engine.step():
                         outputs[output.request_id] = output
                         bar.update()

@@ -15,7 +15,7 @@ what a `step` had not returned, the next one returns.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Any, Literal, Self
 
@@ -104,9 +104,7 @@ class LLMEngine:
         options = RequestOptions(request_id, priority, cache_salt, client_key)
         state, requests = self.prepare(prompt, params, OutputKind.CUMULATIVE, options)
         self.client.check_room(len(requests))
-        with InterruptsHeld():
-            for request in requests:
-                self.start(state, request)
+        self.start(state, requests)
 
     def abort_request(self, request_ids: str | Iterable[str]) -> None:
         """End the requests with these labels; each gets a last output with reason abort. Unknown ones are ignored."""
@@ -129,8 +127,7 @@ class LLMEngine:
         Interrupted, it has lost nothing: what it would have returned comes with the next.
 
         Raises:
-            EngineDeadError: The engine died.
-            Exception: In the caller's thread, what the step itself raised; its requests end with it.
+            EngineDeadError: The engine died; in the caller's thread by the second step that fails in a row.
         """
         if self._slots and not self._news:
             message = self.client.peek_output()
@@ -174,11 +171,13 @@ class LLMEngine:
         state = RequestState(label, tokenized.text, requests, kind, self.tokenizer, time.monotonic())
         return state, requests
 
-    def start(self, state: RequestState, request: EngineCoreRequest) -> None:
-        """Start one completion of a prepared request; raises QueueFull or EngineDeadError, and nothing was started."""
+    def start(self, state: RequestState, requests: Sequence[EngineCoreRequest]) -> None:
+        """Start completions of a prepared request, none if interrupted; raises QueueFull or EngineDeadError."""
+        adds = [self.client.prepare_request(request) for request in requests]
         with InterruptsHeld():
-            self.client.add_request(request)
-            self._slots[request.request_id] = state
+            for request, add in zip(requests, adds, strict=True):
+                add()
+                self._slots[request.request_id] = state
 
     def abort_all(self) -> None:
         """End every request and forget what was not read of them."""

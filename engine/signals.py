@@ -34,7 +34,7 @@ async def run_until_stopped(
     """Run `body(stop)` and return its exit code; `stop` is set by the first signal.
 
     A second signal cancels the body, whatever it is waiting for, and makes the exit code 128 + signal; after
-    `AT_ONCE_S`, or a third signal, the process ends on the spot, and with it its children (transport/process.py).
+    `AT_ONCE_S`, or a third signal, the process ends on the spot, and with it its children (transport/spawn.py).
     A signal for which `takes(number)` returns True has been dealt with and is not counted.
     """
     stop = trio.Event()

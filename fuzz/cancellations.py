@@ -8,6 +8,7 @@ moments of each; the seed draws their order. The test command takes every few.
 
 from __future__ import annotations
 
+import os
 import random
 import tempfile
 import time
@@ -22,6 +23,7 @@ import engine
 from engine.client.async_llm import AsyncLLM
 from engine.sampling_params import SamplingParams
 from fuzz.injection import MOMENTS, Counting, Moment, at_every_step
+from fuzz.processes import children
 
 NUM_STREAMS = 3
 
@@ -66,14 +68,10 @@ class Stop:
                     self.ends.append(delta.finish_reason.value)
 
 
-def children() -> list[str]:
-    """Return the children of this process, dead or alive, that nobody has waited for."""
-    return [pid for task in Path("/proc/self/task").iterdir() for pid in (task / "children").read_text().split()]
-
-
 def check_nothing_is_left(folder: Path) -> None:
     """Check that this process has no child and `folder`, where its sockets go, no file."""
-    assert not children(), f"processes are left: {children()}"
+    processes = children(os.getpid())
+    assert not processes, f"processes are left: {processes}"
     assert not list(folder.iterdir()), f"files are left: {list(folder.iterdir())}"
 
 

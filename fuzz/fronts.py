@@ -220,7 +220,7 @@ class Front(ABC):
         assert self.code in effect.codes, (
             f"exit code {self.code}, not one of {sorted(effect.codes)}, after {took_s:.2f} s"
         )
-        if self.code >= 0:
+        if self.code >= 0 or self.code == -signal.SIGINT:  # Python sends itself that one, once all is left
             for waiter in self.waiters():
                 late_s = waiter.at - died_at
                 assert waiter.answer is not None, f"{waiter.name} was never answered"

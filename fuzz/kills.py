@@ -26,6 +26,7 @@ import trio
 
 from engine.handshake import FOLDER_PREFIX
 from fuzz.http import Target, get, post, serving
+from fuzz.processes import sockets_of
 from transport.folder import remove_orphans
 
 GONE_S = 2.0
@@ -67,17 +68,6 @@ def _role(command: bytes) -> str:
     return "engine" if b"engine_process" in command else "front"
 
 
-def _listening(pids: list[int]) -> set[str]:
-    """The unix sockets of these processes, by path."""
-    inodes = set()
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-                inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
-    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    return {line[7] for line in lines if len(line) > 7 and line[6] in inodes}
-
-
 async def _round(draw: random.Random, folder: str, counts: Counter[str]) -> None:
     shared = set(os.listdir("/dev/shm"))
     phase = draw.choice(["starts", "connects", "serves"])
@@ -95,7 +85,7 @@ async def _round(draw: random.Random, folder: str, counts: Counter[str]) -> None
             await _wait_for_sockets(folder)
         await trio.sleep(draw.random() * LATEST_S[phase])
         processes = _processes(folder)
-        paths = _listening(list(processes))
+        paths = sockets_of(processes)
         assert starts or sorted(processes.values()) == ["engine", "front", "reaper"], processes
         victims = await _kill(draw, draw.choice(VICTIMS), processes)
         counts["killed " + (" and ".join(victims) or "nobody")] += 1

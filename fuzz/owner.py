@@ -17,7 +17,7 @@ import trio
 
 import engine
 from engine.client.async_llm import AsyncLLM
-from engine.errors import EngineDeadError, RequestAborted, root_cause
+from engine.errors import EngineDeadError, RequestAborted, UtilityError, root_cause
 from engine.protocol import PauseMode
 
 
@@ -47,7 +47,7 @@ async def _ask_again_and_again(llm: AsyncLLM) -> None:
         while True:
             await llm.reset_prefix_cache()
             await trio.sleep(0.001)
-    except (EngineDeadError, RequestAborted) as end:
+    except (EngineDeadError, UtilityError) as end:
         say("answered", f"utility {type(end).__name__}")
 
 
@@ -57,7 +57,7 @@ async def _pause(llm: AsyncLLM, after_s: float) -> None:
     try:
         await llm.pause(PauseMode.WAIT)
         say("answered", "pause done")
-    except (EngineDeadError, RequestAborted) as end:
+    except (EngineDeadError, UtilityError) as end:
         say("answered", f"pause {type(end).__name__}")
 
 
@@ -98,4 +98,11 @@ async def _first(wait: Callable[[], Awaitable[object]], scope: trio.CancelScope)
 
 
 if __name__ == "__main__":
-    trio.run(_main, sys.argv[1], float(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))
+    trio.run(
+        _main,
+        sys.argv[1],
+        float(sys.argv[2]),
+        int(sys.argv[3]),
+        float(sys.argv[4]),
+        restrict_keyboard_interrupt_to_checkpoints=True,  # it would cancel the waiters if it hit one of them
+    )

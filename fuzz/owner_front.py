@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
@@ -10,6 +11,9 @@ from pathlib import Path
 import trio
 
 from fuzz.fronts import Front, Waiter, pace_of, running
+
+INTERRUPTED = {"KeyboardInterrupt", "BaseExceptionGroup"}
+"""What a traceback may be of: Python's own answer to SIGINT, as it is and as Trio passes it on."""
 
 
 class OwnerFront(Front):
@@ -65,6 +69,8 @@ class OwnerFront(Front):
         if self.code == 0:
             (left,) = self._said("left")
             assert left[2] == "0", f"{left[2]} descriptors are left open"
+        raised = set(_raised(self.lines)) - INTERRUPTED
+        assert not raised, f"tracebacks of {sorted(raised)}"
 
     async def check_goes_on(self) -> None:
         """See `Front`."""
@@ -74,6 +80,22 @@ class OwnerFront(Front):
             await self.wait_for(self._is_under_way)
         assert self._is_under_way(), "a stream has not begun"
         assert not self._said("died")
+
+
+def _raised(lines: list[str]) -> list[str]:
+    """Return the types of the exceptions whose tracebacks are in `lines`: those within a group, not what they hit."""
+    found = []
+    is_within = False
+    for line in lines:
+        text = re.sub(r"^\s*[|+] ", "", line)
+        if "Traceback (most recent call last)" in text:
+            is_within = True
+        elif is_within and not text.startswith(" "):
+            found.append(text.partition(":")[0])
+            is_within = False
+        elif text.startswith("During handling of the above exception"):
+            found.pop()
+    return found
 
 
 def open_owner(model: str, folder: Path, num_streams: int, *, drains: bool) -> AbstractAsyncContextManager[Front]:

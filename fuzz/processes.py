@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 import trio
@@ -43,19 +43,26 @@ def takes_signal(pid: int, number: int, field: str = "SigCgt") -> bool:
     return False
 
 
-def files_of(pids: Iterable[int]) -> set[str]:
+def files_of(pids: Collection[int]) -> set[str]:
     """Return what these processes have beside themselves: paths of unix sockets and of shared memory."""
+    paths = sockets_of(pids)
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
+            paths |= {line.split()[-1] for line in maps if "/dev/shm/" in line}
+    return paths
+
+
+def sockets_of(pids: Collection[int]) -> set[str]:
+    """Return the paths of these processes' unix sockets."""
     inodes: set[str] = set()
-    paths: set[str] = set()
     for pid in pids:
         with contextlib.suppress(OSError):
             for descriptor in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
                     inodes.add(os.readlink(descriptor).removeprefix("socket:[").removesuffix("]"))
-            maps = Path(f"/proc/{pid}/maps").read_text().splitlines()
-            paths |= {line.split()[-1] for line in maps if "/dev/shm/" in line}
     lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    return paths | {line[7] for line in lines if len(line) > 7 and line[6] in inodes and line[7].startswith("/")}
+    return {line[7] for line in lines if len(line) > 7 and line[6] in inodes and line[7].startswith("/")}
 
 
 def send(pid: int, number: int) -> None:

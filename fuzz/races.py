@@ -3,8 +3,8 @@
     python -m fuzz races --minutes 5 --seed 7
 
 Aborts are sent around the step that ends their request: to the bare core, with up to three plans in flight, and to the
-server under Trio, whose executor runs in its own task so that every interleaving can come. An abort may come before its
-request was seen, twice, and for several requests at once. The integer model says which tokens are right.
+server under Trio, whose executor runs in its own task so that every interleaving can come. An abort may come together
+with its request, twice, and in one message with others. The integer model says which tokens are right.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import trio
 
 from engine.config import EngineConfig
 from engine.executor.null import NullModelRunner
+from engine.launch import _receive_all
 from engine.outputs import FinishReason, RequestId
 from engine.protocol import (
     AbortReason,
@@ -65,8 +66,8 @@ def race_in_core(draw: random.Random) -> Ends:
             name = names[now]
             driver.add(name, [65 + now] * draw.randint(1, 9), max_tokens=draw.randint(1, MAX_TOKENS))
             due.setdefault(now + draw.randint(0, 3 * MAX_LATE), []).append(name)
-        for name in due.get(now, ()):
-            driver.abort(*[name] * draw.randint(1, 2))
+        if now in due:
+            driver.abort(*due[now] * draw.randint(1, 2))
         if draw.random() < 0.7 and len(driver.plans) < depth:
             driver.plan()
         elif driver.plans:
@@ -75,7 +76,8 @@ def race_in_core(draw: random.Random) -> Ends:
             break
         assert now < 2000, "the history does not end"
     assert driver.core.stats().num_used_blocks == 0
-    expected = {name: driver.expected(name, MAX_TOKENS) for name in names}
+    limits = {name: driver.requests[RequestId(name)].sampling_params.max_tokens or 0 for name in names}
+    expected = {name: driver.expected(name, limit) for name, limit in limits.items()}
     return _check({name: driver.completions[RequestId(name)] for name in names}, expected)
 
 
@@ -84,8 +86,9 @@ def _check(completions: dict[str, Completion], expected: dict[str, list[int]]) -
         reasons = [output.finish_reason for output in completion.outputs if output.finish_reason is not None]
         assert len(reasons) == 1, f"{name}: {len(reasons)} terminal outputs"
         assert completion.outputs[-1].finish_reason is not None, f"{name}: an output after the terminal one"
-        tokens = completion.token_ids
-        assert tokens == expected[name][: len(tokens)], f"{name}: {tokens}, not {expected[name]}"
+        tokens, wanted = completion.token_ids, expected[name]
+        is_whole = completion.finish_reason is FinishReason.LENGTH
+        assert tokens == (wanted if is_whole else wanted[: len(tokens)]), f"{name}: {tokens}, not {wanted}"
     return Counter(completion.finish_reason for completion in completions.values() if completion.finish_reason)
 
 
@@ -101,13 +104,7 @@ class _Client:
         self._num_ended = 0
         self._all_ended = trio.Event()
         executor = SameTaskExecutor(partial(NullModelRunner, config, depth))
-        self._server = EngineCoreServer(config, executor, partial(self._receive_all, receive), self._take)
-
-    async def _receive_all(self, channel: trio.MemoryReceiveChannel[ClientMessage]) -> list[ClientMessage]:
-        messages = [await channel.receive()]
-        while channel.statistics().current_buffer_used:
-            messages.append(channel.receive_nowait())
-        return messages
+        self._server = EngineCoreServer(config, executor, partial(_receive_all, receive), self._take)
 
     def _take(self, message: EngineMessage) -> None:
         if isinstance(message, EngineStopped):
@@ -135,14 +132,17 @@ class _Client:
 
     async def _request(self, name: str) -> None:
         prompt = [65 + self._draw.randrange(26) for _ in range(self._draw.randint(1, 9))]
-        params = SamplingParams(temperature=0, max_tokens=self._draw.randint(1, MAX_TOKENS))
+        max_tokens = self._draw.randint(1, MAX_TOKENS)
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
         self._completions[name] = Completion()
-        self._expected[name] = expected_tokens(prompt, params, MAX_TOKENS)
+        self._expected[name] = expected_tokens(prompt, params, max_tokens)
         self._send.send_nowait(EngineCoreRequest(RequestId(name), name, prompt, params, 0.0))
         for _ in range(self._draw.randint(0, 8 * MAX_LATE)):
             await trio.lowlevel.checkpoint()
         for _ in range(self._draw.randint(1, 2)):
-            self._send.send_nowait(AbortRequest([RequestId(name)], AbortReason.CLIENT))
+            others = self._draw.sample(list(self._completions), self._draw.randint(0, 1))
+            request_ids = [RequestId(aborted) for aborted in [name, *others]]
+            self._send.send_nowait(AbortRequest(request_ids, AbortReason.CLIENT))
 
 
 def race_in_server(draw: random.Random) -> Ends:

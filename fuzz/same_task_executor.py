@@ -9,7 +9,9 @@ import trio
 
 from engine.config import EngineConfig
 from engine.executor.base import Progress, Runner
+from engine.executor.runner_verbs import call_runner
 from engine.outputs import Capacity, GrammarMasks, ModelRunnerOutput, SchedulerOutput
+from engine.verbs import Verb
 
 
 class SameTaskExecutor:
@@ -41,9 +43,13 @@ class SameTaskExecutor:
         self.num_steps += bool(plan.requests)
         return SameTaskExecution(self._runner, plan)
 
-    async def call(self, verb: Any) -> Any:
-        """Refuse, as `InlineExecutor` does."""
-        raise NotImplementedError(f"the executor has no verb {type(verb).__name__}")
+    async def call(self, verb: Verb) -> Any:
+        """See `Executor`; others run before and after."""
+        assert self._runner is not None
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        answer = call_runner(self._runner, verb)
+        await trio.lowlevel.cancel_shielded_checkpoint()
+        return answer
 
     def abandon(self) -> None:
         """Do nothing: there is no thread to be lost."""

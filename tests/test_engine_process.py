@@ -162,3 +162,18 @@ async def test_a_hello_that_none_of_the_engines_would_say_is_refused_by_name(
                 await connection.greet(EngineConfig(model="null", data_parallel_size=2))
             assert f"refused a hello of process {hello.pid}" in str(raised.value)
     shutil.rmtree(folder)
+
+
+async def test_a_hello_that_cannot_be_decoded_ends_the_start_by_name() -> None:
+    folder = tempfile.mkdtemp()
+    async with open_context() as context:
+        router, pull = ZmqSocket(context, SocketKind.ROUTER), ZmqSocket(context, SocketKind.PULL)
+        dealer = ZmqSocket(context, SocketKind.DEALER, identity=identity_of(0))
+        async with router, pull, dealer:
+            dealer.connect(router.bind(f"ipc://{folder}/requests"))
+            connection = ProcessConnection(router, pull, 1, folder)
+            connection._processes[0].started.set()
+            await dealer.send([b"\x93good day"])
+            with trio.fail_after(5), pytest.raises(EngineDeadError, match="a hello that cannot be decoded"):
+                await connection.greet(EngineConfig(model="null"))
+    shutil.rmtree(folder)

@@ -26,7 +26,7 @@ from fuzz.same_task_executor import SameTaskExecutor
 SHORT = SamplingParams(max_tokens=5, n=2)
 LONG = SamplingParams(max_tokens=8000)
 HANG_S = 5.0
-"""A clock that stands still jumps once nothing has happened for so long: what hangs then fails at its deadline."""
+"""How long an act may hang; a clock that stands still jumps once nothing has happened for so long."""
 
 Act = Callable[[AsyncLLM], Awaitable[object]]
 
@@ -77,11 +77,6 @@ async def read_a_stream(llm: AsyncLLM) -> None:
             pass
 
 
-async def read_a_stream_of_text(llm: AsyncLLM) -> None:
-    async with llm.generate("text that a thread tokenizes", SHORT) as stream:
-        await stream.collect()
-
-
 async def leave_a_stream_early(llm: AsyncLLM) -> None:
     async with llm.generate([65] * 20, LONG) as stream:
         await anext(stream)
@@ -118,15 +113,31 @@ def pause_beside_a_stream(mode: PauseMode) -> Act:
     return act
 
 
+async def sleep_beside_a_stream(llm: AsyncLLM) -> None:
+    async with llm.generate([65] * 20, SHORT) as stream:
+        await anext(stream)
+        await llm.sleep(1, PauseMode.KEEP)
+        assert (await llm.collective_rpc("memory"))[0]["kv_cache"] == 0
+        await llm.wake_up()
+        await stream.collect()
+
+
 ACTS: dict[str, Act] = {
     "a stream": read_a_stream,
     "a stream left early": leave_a_stream_early,
     "two streams": read_two_streams,
     "an abort by label": abort_by_label,
     "a reset": reset_beside_a_stream,
+    "a sleep": sleep_beside_a_stream,
     **{f"a pause, {mode.value}": pause_beside_a_stream(mode) for mode in PauseMode},
 }
 """None has a thread of its own."""
+
+
+async def in_time(act: Act, llm: AsyncLLM) -> None:
+    """Fail where `act` hangs."""
+    with trio.fail_after(HANG_S):
+        await act(llm)
 
 
 # -- in this process, in every order -----------------------------------------------------------------------------------
@@ -143,7 +154,7 @@ async def test_what_is_cancelled_at_any_moment_leaves_nothing_one_step_later(
 
         async def check() -> None:
             num_steps = executor.num_steps
-            await llm.resume()  # what a cancelled pause leaves paused; its answer comes after all that was sent before
+            await llm.wake_up()  # what a cancelled pause or sleep leaves; its answer comes after all sent before
             await trio.testing.wait_all_tasks_blocked()
             assert executor.num_steps <= num_steps + 1
             assert llm.num_live == 0
@@ -151,7 +162,7 @@ async def test_what_is_cancelled_at_any_moment_leaves_nothing_one_step_later(
             assert not llm._client._calls
             inside.check_idle()
 
-        num_moments = await at_every_step(lambda: act(llm), check, Counting(moment, of_all_tasks=True))
+        num_moments = await at_every_step(lambda: in_time(act, llm), check, Counting(moment, of_all_tasks=True))
         assert num_moments > 10
     inside.check_idle()
 
@@ -202,7 +213,7 @@ async def test_what_is_cancelled_at_any_checkpoint_leaves_nothing_in_another_pro
 
         async def check() -> None:
             with trio.fail_after(5):
-                await llm.resume()
+                await llm.wake_up()
                 stats = await llm.wait_for_stats(
                     lambda stats: not (llm.num_live or stats.num_running or stats.num_waiting or stats.num_used_blocks)
                 )
@@ -211,7 +222,7 @@ async def test_what_is_cancelled_at_any_checkpoint_leaves_nothing_in_another_pro
             assert stats.num_used_blocks == 0
 
         for moment in MOMENTS:
-            assert await at_every_step(lambda: act(llm), check, Counting(moment)) > 1
+            assert await at_every_step(lambda: in_time(act, llm), check, Counting(moment)) > 1
 
 
 EVERY = 5

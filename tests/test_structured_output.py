@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,10 +18,12 @@ import engine
 from engine.client.async_llm import AsyncLLM
 from engine.errors import InvalidGrammar
 from engine.executor.null import continuation
+from engine.grammar_compiler import _MAIN, _Trial
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
 from engine.structured_output.llguidance_backend import LLGuidanceGrammar
 from engine.structured_output.manager import StructuredOutputManager
+from web.errors import GenerationFailed
 
 PERSON = {
     "type": "object",
@@ -131,6 +137,41 @@ async def test_a_process_that_cannot_try_grammars_fails_the_request_that_needs_i
         assert output.error.type == "GrammarTrialDied"
         assert "status 3" in output.error.message
         assert (await collect(llm, SamplingParams(max_tokens=2))).outputs[0].error is None
+
+
+async def test_a_process_that_stands_still_fails_the_request_in_time_and_the_next_one_gets_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    trials: list[_Trial] = []
+    ask = _Trial.ask
+
+    async def ask_a_stopped_one(self: _Trial, asked: Any) -> Any:
+        trials.append(self)
+        if len(trials) == 2:
+            self.child.signal(signal.SIGSTOP)
+        return await ask(self, asked)
+
+    monkeypatch.setattr(_Trial, "ask", ask_a_stopped_one)
+    async with engine.open_engine("null", isolation="thread", grammar_compile_time=0.05) as llm:
+        assert (await collect(llm, params_of({"choice": ["a"]}))).outputs[0].text == "a"
+        monkeypatch.setattr("engine.grammar_compiler.MIN_WALL_S", 0.2)
+        with trio.fail_after(5):
+            (output,) = (await collect(llm, params_of({"choice": ["b"]}))).outputs
+        assert output.error is not None
+        assert output.error.type == "GrammarTrialStuck"
+        assert "no answer within 1 seconds" in output.error.message
+        assert GenerationFailed(output.error).status_hint == 503
+        assert trials[1].child.returncode == -signal.SIGKILL
+        monkeypatch.undo()
+        assert (await collect(llm, params_of({"choice": ["b"]}))).outputs[0].text == "b"
+
+
+def test_the_process_that_tries_grammars_is_tied_to_its_parent_before_it_imports_anything() -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRANSPORT_PARENT"}
+    argv = [sys.executable, "-X", "importtime", "-P", "-c", _MAIN]
+    run = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=30, check=False)
+    assert "child_guard() is for a process" in run.stderr
+    assert not re.search(r"\| +(numpy|llguidance|engine)", run.stderr)
 
 
 # -- one process, this thread: what else a request may ask for

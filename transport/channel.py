@@ -27,7 +27,7 @@ T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
 
 OnBadMessage = Callable[[DecodeError], None]
-"""Told of each message that was skipped; must not raise."""
+"""Told of each message that was skipped; raises only what ends the receiving, and then what came with it is lost."""
 
 
 class _Channel(trio.abc.AsyncResource):
@@ -171,4 +171,4 @@ class RouterReceiveChannel(_AnyReceiveChannel[tuple[bytes, T]]):
         try:
             return identity, self._decoder.decode(message)
         except DecodeError as error:
-            raise DecodeError(f"from peer {identity!r}: {error}") from error
+            raise DecodeError(f"from peer {identity!r}: {error}", error.payload) from error

@@ -14,9 +14,7 @@ import tempfile
 from collections import deque
 from collections.abc import Callable
 
-MAX_TAIL_LINES = 50
-"""How many of the last lines are kept."""
-READ_SIZE_BYTES = 1 << 16
+from transport.lines import MAX_LINE_BYTES, LineSplitter
 
 _FALLOC_FL_PUNCH_HOLE_KEEP_SIZE = 0x03
 
@@ -26,11 +24,14 @@ class ChildOutput:
 
     def __init__(self, on_line: Callable[[str], None]) -> None:
         """Open an empty file; `on_line` gets each line and must not raise."""
-        self.tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
         self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 (owned until `close`)
-        self._on_line = on_line
+        self._lines = LineSplitter(on_line)
         self._num_read = 0
-        self._rest = b""
+
+    @property
+    def tail(self) -> deque[str]:
+        """The last lines."""
+        return self._lines.tail
 
     def fileno(self) -> int:
         """Return the descriptor that the child writes to."""
@@ -39,25 +40,17 @@ class ChildOutput:
     def pass_on(self, *, is_last: bool = False) -> None:
         """Pass on the lines that are new; with `is_last`, when the child is dead, also one that was not ended."""
         began = self._num_read
-        while chunk := os.pread(self._file.fileno(), READ_SIZE_BYTES, self._num_read):
+        while chunk := os.pread(self._file.fileno(), MAX_LINE_BYTES, self._num_read):
             self._num_read += len(chunk)
-            *lines, self._rest = (self._rest + chunk).split(b"\n")
-            for line in lines:
-                self._pass_on(line)
+            self._lines.feed(chunk)
         if self._num_read > began:
             _give_back(self._file.fileno(), self._num_read)
-        if is_last and self._rest:
-            self._pass_on(self._rest)
-            self._rest = b""
+        if is_last:
+            self._lines.flush()
 
     def close(self) -> None:
         """Close the file; it is gone once the child is. Idempotent."""
         self._file.close()
-
-    def _pass_on(self, raw: bytes) -> None:
-        line = raw.decode(errors="replace").rstrip("\r")
-        self.tail.append(line)
-        self._on_line(line)
 
 
 def _give_back(descriptor: int, size_bytes: int) -> None:

@@ -19,24 +19,19 @@ import os
 import signal
 import subprocess
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import trio
 from trio.lowlevel import wait_readable
 
+from transport.lines import MAX_LINE_BYTES, LineSplitter
 from transport.spawn import KILL_GRACE_S, returncode_of_zombie, signal_group, start_child
 from transport.spawn import child_guard as child_guard
 from transport.spawn import describe_exit as describe_exit
 from transport.spawn import write_to_stderr as write_to_stderr
 
 teardown = logging.getLogger("teardown")
-
-MAX_TAIL_LINES = 50
-"""How many of the last lines of output are kept."""
-MAX_LINE_BYTES = 1 << 16
-"""A longer line is cut; a pipe's capacity, so that one read takes all that a dead child has written."""
 
 
 class Child:
@@ -55,13 +50,13 @@ class Child:
         self.pid = process.pid
         self.returncode: int | None = None
         self._process = process
-        self._output = _LineReader(process.stdout.fileno(), on_line)
+        self._output = _OutputReader(process.stdout.fileno(), on_line)
         self._exited = trio.Event()
 
     @property
     def stderr_tail(self) -> list[str]:
         """The last lines it wrote to stderr or stdout; once `wait` has returned, its last words are among them."""
-        return list(self._output.tail)
+        return list(self._output.lines.tail)
 
     async def wait(self) -> int:
         """Wait for its end and return `returncode`; any number of tasks may wait."""
@@ -150,16 +145,14 @@ async def open_child(
         raise failure
 
 
-class _LineReader:
-    """Splits what comes out of a pipe into lines, passes them on and keeps the last ones."""
+class _OutputReader:
+    """Passes on what comes out of a pipe, line by line."""
 
     def __init__(self, fd: int, on_line: Callable[[str], None]) -> None:
         os.set_blocking(fd, False)
-        self.tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
+        self.lines = LineSplitter(on_line)
         self.ended = trio.Event()
         self._fd = fd
-        self._on_line = on_line
-        self._rest = b""
 
     async def pump(self) -> None:
         """Pass lines on until all writers have closed the pipe."""
@@ -170,30 +163,18 @@ class _LineReader:
     def read_last(self) -> None:
         """Take what a dead child left in the pipe, which others of its group may hold open."""
         self._read()
-        self._flush()
+        self.lines.flush()
 
     def _read(self) -> None:
         try:
-            chunk = os.read(self._fd, MAX_LINE_BYTES)
+            chunk = os.read(self._fd, MAX_LINE_BYTES)  # a pipe's capacity: all that a dead child has written
         except BlockingIOError:
             return
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        for line in lines:
-            self._pass_on(line)
-        if not chunk:
+        if chunk:
+            self.lines.feed(chunk)
+        else:
             self.ended.set()
-        if not chunk or len(self._rest) >= MAX_LINE_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        line, self._rest = self._rest, b""
-        if line:
-            self._pass_on(line)
-
-    def _pass_on(self, raw: bytes) -> None:
-        line = raw.decode(errors="replace").rstrip("\r")
-        self.tail.append(line)
-        self._on_line(line)
+            self.lines.flush()
 
 
 async def _wait_for_exit(process: subprocess.Popen[bytes]) -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from typing import Any, Literal, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 from quart import Response, request
@@ -160,7 +161,10 @@ async def operate(state: ServerState, is_open: bool, answer: Answer) -> Response
             "operating routes are closed here: start the server with --api-key, on a unix socket (--uds), or with "
             "--enable-operations"
         )
-    if request.headers.get("Sec-Fetch-Site", "none") not in {"none", "same-origin"}:
+    origin = request.headers.get("Origin")  # sent with every POST of a page; the other only to sites that are secure
+    if request.headers.get("Sec-Fetch-Site", "none") not in {"none", "same-origin"} or (
+        origin is not None and urlsplit(origin).netloc != request.host
+    ):
         raise Forbidden("pages of other sites cannot operate this server")
     if state.stopping:
         raise ServerStopping

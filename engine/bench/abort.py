@@ -30,6 +30,8 @@ from engine.errors import Cause, EngineDeadError
 from engine.launch import open_engine
 
 NUM_TIMED_STEPS = 8
+NUM_RELEASES = 100
+"""How often the streams without HTTP are left: of fewer a 99th percentile says nothing."""
 GIVE_UP_S = 10.0
 """A server that still holds something after so long has leaked it."""
 _GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
@@ -78,12 +80,12 @@ async def abort(config: EngineConfig, url: str | None, cuts: Cuts, input_len: in
 
 
 async def _add_releases(report: Report, config: EngineConfig, cuts: Cuts, input_len: int) -> None:
-    """Add how long blocks are held after their streams, of which none ends before, were left; and how long a step is."""
+    """Add how long blocks are held once their streams, of which none ends before, were left; and how long a step is."""
     draw = random.Random(cuts.seed)
     free_s: list[float] = []
     steps_s: list[float] = []
     async with open_engine(**msgspec.structs.asdict(config)) as llm:
-        for index in range(cuts.num_rounds):
+        for index in range(NUM_RELEASES):
             workload = Workload(cuts.num_streams, input_len, llm.ready.max_model_len - input_len, cuts.seed + index)
             async with AsyncExitStack() as streams:
                 for prompt in workload.prompts(llm.ready.vocab_size):

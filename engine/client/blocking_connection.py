@@ -22,6 +22,7 @@ import shutil
 import threading
 import time
 
+from engine.bad_messages import report_bad_message
 from engine.client.interrupts import InterruptsHeld
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError
@@ -32,6 +33,7 @@ from engine.handshake import (
     engine_name,
     identity_of,
     open_socket_folder,
+    refuse_hello,
 )
 from engine.protocol import ClientMessage, Configure, EngineHello, EngineMessage
 from transport.child_output import ChildOutput
@@ -104,7 +106,7 @@ class BlockingConnection:
             try:
                 messages.append(self._decoder.decode(frames))
             except DecodeError as error:
-                logger.error("skipped a message that is none: %s", error)
+                report_bad_message(error)
         return messages
 
     def wait_exit(self, timeout_s: float) -> None:
@@ -145,7 +147,10 @@ class BlockingConnection:
         self._wait_for(self._router, math.inf)
         frames = self._router.take()
         assert frames is not None
-        hello = Decoder[EngineHello](EngineHello).decode(frames[1:])
+        try:
+            hello = Decoder[EngineHello](EngineHello).decode(frames[1:])
+        except DecodeError as error:
+            refuse_hello(error)
         check_hello(bytes(frames[0]), hello, {self._engine_index: self._child.pid})
         self.send(Configure(config))
 

@@ -6,8 +6,10 @@ again: nothing is lost.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from engine.client.interrupts import InterruptsHeld
@@ -25,15 +27,19 @@ from engine.protocol import (
     EngineCoreRequest,
     EngineReady,
 )
+from engine.step_failures import StepFailures
+from engine.structured_output.grammar import Grammar
 from engine.structured_output.manager import StructuredOutputManager
 from engine.verbs import Verb, plain_value, read_verb, value_of
+
+logger = logging.getLogger(__name__)
 
 
 class InprocClient(SynchronousClient):
     """Drives a core and a runner by plain calls; owned by one caller.
 
     Attributes:
-        core, runner: What it drives, for who measures them; nobody else calls them.
+        core, runner: What it drives, for who measures them; nobody else calls them. Gone once it has ended.
     """
 
     def __init__(self, config: EngineConfig, ready: EngineReady, core: EngineCore, runner: Runner) -> None:
@@ -43,31 +49,44 @@ class InprocClient(SynchronousClient):
         self.runner = runner
         self._grammars = StructuredOutputManager(config.model, ready.vocab_size)
         self._operations = Operations(core)
+        self._failures = StepFailures()
         self._plan: SchedulerOutput | None = None
 
     @property
     def has_work(self) -> bool:
         """Whether another step would do anything."""
-        return self.core.has_work
+        return self.death is None and self.core.has_work
 
     def add_request(self, request: EngineCoreRequest) -> None:
         """Add `request` straight to the core, its grammar compiled here and now.
 
         Raises QueueFull, or EngineDeadError after a shutdown.
         """
+        self.prepare_request(request)()
+
+    def prepare_request(self, request: EngineCoreRequest) -> Callable[[], None]:
+        """Compile the grammar of `request`, which may be interrupted; raises as `add_request`."""
         if self.death is not None:
             raise self.death
+        self.check_room(1, request.data_parallel_rank)
         params = request.sampling_params
+        grammar = None if params.structured_outputs is None else self._grammars.compile(params)
+        return partial(self._add, request, grammar)
+
+    def _add(self, request: EngineCoreRequest, grammar: Grammar | Cause | None) -> None:
+        if self.death is not None:
+            raise self.death
         with InterruptsHeld():
-            self._admit(request)
-            self.core.add(request, time.monotonic(), awaits_grammar=params.structured_outputs is not None)
-        if self.core.awaits_grammar(request.request_id):
-            grammar = self._grammars.compile(params)
-            with InterruptsHeld():
+            self.check_room(1, request.data_parallel_rank)
+            self.core.add(request, time.monotonic(), awaits_grammar=grammar is not None)
+            if grammar is not None and self.core.awaits_grammar(request.request_id):
                 self.core.set_grammar(request.request_id, grammar)
+            self._live.add(request.request_id)
 
     def abort_requests(self, request_ids: Iterable[RequestId], reason: AbortReason) -> None:
         """End live requests; their terminal outputs come with the next `get_output`."""
+        if self.death is not None:
+            return
         with InterruptsHeld():
             self.core.abort(request_ids, reason)
 
@@ -77,9 +96,9 @@ class InprocClient(SynchronousClient):
             raise self.death
         timeout_s = verb.timeout_s if timeout_s is None else timeout_s
         try:
-            value = plain_value(self._run_verb(verb, time.monotonic() + timeout_s))
-        except TimeoutError:
-            raise UtilityTimeout(type(verb).__name__, timeout_s) from None
+            value = plain_value(self._run_verb(verb, timeout_s))
+        except (UtilityTimeout, EngineDeadError):
+            raise
         except Exception as error:  # the verb's door: a call that fails, fails alone
             raise UtilityError(type(verb).__name__, Cause.of(error)) from error
         return value_of(verb, value, None)
@@ -92,11 +111,11 @@ class InprocClient(SynchronousClient):
             self._undo()
             self.core.abort_all(AbortReason.SHUTDOWN)
             self._collect(0)
-            self.death = EngineDeadError(Cause("EngineStopped", "the engine was shut down"))
             self.has_stopped = True
+            self._end(EngineDeadError(Cause("EngineStopped", "the engine was shut down")))
 
     def _advance(self) -> None:
-        """Take one step, if there is one to take, and keep what came of it; raises what the step raises."""
+        """Take one step, if there is one to take, and keep what came of it; the second to fail in a row is the end."""
         with InterruptsHeld():
             self._undo()
             plan = self._plan = self.core.plan(time.monotonic())
@@ -109,10 +128,18 @@ class InprocClient(SynchronousClient):
                 if self._operations.trace is not None:
                     self._operations.trace.add(plan, output, launched_s, ended_s)
                 self.core.commit(plan, output, ended_s)
-            self._collect(0 if plan is None else plan.step)
+            if self.death is None:
+                self._collect(0 if plan is None else plan.step)
 
-    def _run_verb(self, verb: Verb, deadline_s: float) -> Any:
-        """Do what `verb` waits for until it returns its answer; raises TimeoutError where steps take too long."""
+    def _run_verb(self, verb: Verb, timeout_s: float) -> Any:
+        """Do what `verb` waits for until it returns its answer.
+
+        Raises:
+            UtilityTimeout: Steps take too long.
+            EngineDeadError: Steps fail.
+            Exception: What the verb raises.
+        """
+        deadline_s = time.monotonic() + timeout_s
         operation, answer = self._operations.run(read_verb(verb)), None
         while True:
             with InterruptsHeld():
@@ -127,22 +154,38 @@ class InprocClient(SynchronousClient):
             answer = None
             while not self.core.is_paused:
                 if time.monotonic() >= deadline_s:
-                    raise TimeoutError
+                    raise UtilityTimeout(type(verb).__name__, timeout_s)
                 self._advance()
+                if self.death is not None:
+                    raise self.death
 
-    def _run(self, plan: SchedulerOutput) -> ModelRunnerOutput:
-        """Run both halves of a step; one that fails ends its requests."""
+    def _run(self, plan: SchedulerOutput) -> ModelRunnerOutput | None:
+        """Run both halves of a step; None where it failed."""
+        self._failures.launched(plan)
         try:
             self.runner.execute(plan)
             while True:
                 output = self.runner.sample(self.core.grammar_masks(plan))
                 if output.step == plan.step:  # else left over from a step that was interrupted half way
+                    self._failures.succeeded(plan)
                     return output
-        except Exception as error:
+        except Exception as error:  # the step's door
             with InterruptsHeld():
                 self._plan = None
-                self.core.fail(plan, Cause.of(error))
-            raise
+                self._fail(plan, error)
+            return None
+
+    def _fail(self, plan: SchedulerOutput, error: Exception) -> None:
+        try:
+            self._failures.failed(self.core, plan, error, num_in_flight=1)
+        except Exception as last:  # the second in a row: the engine's end
+            logger.error("the engine ended: two steps in a row have failed")
+            self._end(EngineDeadError(Cause.of(last)))
+
+    def _end(self, death: EngineDeadError) -> None:
+        """Count the engine as ended, and let go of all that it holds."""
+        self.death = death
+        del self.core, self.runner, self._operations, self._grammars
 
     def _undo(self) -> None:
         """Undo a step that was interrupted: its requests go on from where it found them."""

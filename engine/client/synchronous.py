@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
+from collections.abc import Callable
+from functools import partial
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,7 +17,7 @@ from engine.client.client import EngineCoreClient
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.outputs import RequestId
-from engine.protocol import EngineCoreOutputs, EngineReady, Verb
+from engine.protocol import EngineCoreOutputs, EngineCoreRequest, EngineReady, Verb
 
 STOP_TIMEOUT_S = 10.0
 """How long a stopped engine may take to end its step and say its last word."""
@@ -81,6 +83,10 @@ class SynchronousClient(EngineCoreClient):
     def drop_output(self) -> None:
         """Count what `peek_output` returned as handed over."""
         self._settle(self._outputs.popleft())
+
+    def prepare_request(self, request: EngineCoreRequest) -> Callable[[], None]:
+        """Do what takes time before `request` can be added; return what adds it, as `add_request` does, at once."""
+        return partial(self.add_request, request)
 
     @abstractmethod
     def call(self, verb: Verb, timeout_s: float | None = None) -> Any:

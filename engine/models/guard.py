@@ -58,7 +58,7 @@ def inspect(body: Body, max_positions: int) -> TransformersShape:
     config = body.module.config.get_text_config(decoder=True)
     _check_layer_types(body, config)
     shape = _probe(body, config, max_positions)
-    with _narrowed(body, config) as window:
+    with _narrowed(config, max_positions) as window:
         draws = [_Draw(body, shape, seed, window) for seed in range(NUM_DRAWS)]
         for name, detail, check in _CHECKS:
             if not any(_tried(body, name, check, draw) for draw in draws):
@@ -237,10 +237,13 @@ def _check_windows(body: Body, config: Any, windows: tuple[int | None, ...]) -> 
 
 
 @contextlib.contextmanager
-def _narrowed(body: Body, config: Any) -> Iterator[int | None]:
-    """Narrow the window that eager's masks have; yields the narrowed one, None where there is none."""
+def _narrowed(config: Any, max_positions: int) -> Iterator[int | None]:
+    """Narrow the window that eager's masks have; yields the narrowed one, None where there is none.
+
+    One that no position reaches beyond is left: it may be there to be ignored.
+    """
     window = getattr(config, "sliding_window", None)
-    if not isinstance(window, int) or window <= WINDOW:
+    if not isinstance(window, int) or window <= WINDOW or window >= max_positions:
         yield window
         return
     config.sliding_window = WINDOW

@@ -52,6 +52,7 @@ def _write(source: Path, target: Path, dtype: torch.dtype, max_size_bytes: int) 
             for tensor_name, tensor in tensors_of(file, among)
         }
         save_file(tensors, target / name, metadata={"format": "pt"})
+        (target / name).chmod(0o644)  # as the files beside it; the library writes for the owner alone
         weight_map |= dict.fromkeys(tensor_names, name)
     index = {"metadata": {}, "weight_map": weight_map}
     (target / INDEX_FILE).write_text(json.dumps(index))

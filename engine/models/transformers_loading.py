@@ -53,9 +53,16 @@ def open_config(folder: Path, raw: dict[str, Any]) -> PretrainedConfig:
     named = raw.get("architectures") or []
     if not ARCHITECTURES.intersection(map(str, named)):
         remote = " (its code is in the folder, and code from a model folder is never run)" if "auto_map" in raw else ""
+        if not named:
+            raise UnsupportedModel(
+                f"config.json names no architecture: name the model's class under architectures{remote}"
+            )
         raise UnsupportedModel(
-            f"transformers {transformers.__version__} has no causal language model "
-            f"{', '.join(map(str, named)) or 'without a name'}{remote}"
+            f"transformers {transformers.__version__} has no causal language model {', '.join(map(str, named))}{remote}"
+        )
+    if raw.get("per_layer_config"):
+        raise UnsupportedModel(
+            f"layers with settings of their own are not built: per_layer_config {raw['per_layer_config']}"
         )
     if raw.get("quantization_config"):
         raise UnsupportedModel(f"quantized checkpoints are not supported: {raw['quantization_config']}")

@@ -7,6 +7,7 @@ out by whoever compiles it, in the engine.
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import msgspec
@@ -16,10 +17,14 @@ from engine.errors import InvalidGrammar
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 MAX_GRAMMAR_CHARS = 65_536
 """Longest schema, expression or grammar, and most characters of all choices together."""
+MAX_NESTING = 128
+"""Most levels of objects and lists in a schema: a fixed limit, for how deep Python gets depends on who asks."""
 MAX_CHOICES = 2048
 """Most texts to choose from."""
 MAX_PATTERN_CHARS = 256
 """Longest whitespace pattern."""
+_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]')
+"""Finds brackets in JSON, past those in texts, which end where the whole does if they are not ended."""
 _SWITCHES = ("disable_any_whitespace", "disable_additional_properties")
 
 
@@ -142,10 +147,9 @@ def _object_text(name: str, value: Any) -> str:
     """Return an object that is given as itself or as text, as text with its keys in their order."""
     if isinstance(value, str):
         _check_text(name, value)
+        _check_nesting(name, value)
         try:
             value = json.loads(value)
-        except RecursionError:
-            raise InvalidGrammar(f"{name} must not be nested so deeply") from None
         except ValueError as error:
             raise InvalidGrammar(f"{name} must be JSON, got {_shown(value)}: {error}") from None
     if not isinstance(value, dict) or not value:
@@ -153,11 +157,22 @@ def _object_text(name: str, value: Any) -> str:
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except RecursionError:
-        raise InvalidGrammar(f"{name} must not be nested so deeply") from None
+        raise InvalidGrammar(f"{name} must be nested at most {MAX_NESTING} levels deep, got many more") from None
     except (TypeError, ValueError) as error:
         raise InvalidGrammar(f"{name} must be of JSON's own types: {error}") from None
     _check_text(name, text)
+    _check_nesting(name, text)
     return text
+
+
+def _check_nesting(name: str, text: str) -> None:
+    """Refuse JSON that is nested too deeply; anything else may pass."""
+    level = deepest = 0
+    for found in _BRACKETS.finditer(text):
+        level += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
+        deepest = max(deepest, level)
+    if deepest > MAX_NESTING:
+        raise InvalidGrammar(f"{name} must be nested at most {MAX_NESTING} levels deep, got {deepest}: make it simpler")
 
 
 def _choices(choices: Any) -> tuple[str, ...]:

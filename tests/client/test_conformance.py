@@ -23,7 +23,7 @@ from engine.client.client import EngineCoreClient
 from engine.client.data_parallel import DPAsyncMPClient
 from engine.client.synchronous import SynchronousClient
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError, QueueFull, UtilityError
+from engine.errors import EngineDeadError, QueueFull, UtilityError, UtilityTimeout
 from engine.executor.null import NullModelRunner
 from engine.launch import make_client
 from engine.metrics import SchedulerStats
@@ -561,6 +561,25 @@ async def test_a_verb_that_fails_fails_alone(open_face: Open, verb: Any, failure
         await assert_idle_and_well(face, log)
 
 
+class NoWord(msgspec.Struct, array_like=True, tag=True):
+    timeout_s: ClassVar[float] = 10.0
+    what: msgspec.msgpack.Ext = msgspec.msgpack.Ext(9, b"")
+
+
+async def test_what_the_engine_cannot_decode_is_answered_with_the_reason(open_killable: Open) -> None:
+    async with open_killable(null_step_ms=1) as face:
+        log = Log(face)
+        params = SamplingParams(temperature=0)
+        msgspec.structs.force_setattr(params, "temperature", -1.0)
+        undecodable, beside = request([1], params), request([2])
+        for each in (undecodable, beside):
+            face.client.add_request(each)
+        assert await log.until_ended(undecodable, beside) == [FinishReason.ERROR, FinishReason.LENGTH]
+        with pytest.raises(UtilityError, match=r"Call to NoWord failed: DecodeError: .*unknown msgpack extension 9"):
+            await face.call(NoWord())  # type: ignore[arg-type]
+        await assert_idle_and_well(face, log)
+
+
 async def test_answers_come_in_their_own_types(open_face: Open) -> None:
     async with open_face() as face:
         assert isinstance(await face.call(GetStats()), SchedulerStats)
@@ -644,26 +663,96 @@ async def test_a_paused_engine_is_shut_down_as_any_other(open_face: Open, mode: 
         assert before.request_id in log.ends
 
 
+def fail_steps(monkeypatch: pytest.MonkeyPatch, error: Exception, number: int = 1) -> None:
+    """Let the next steps that run a request raise `error`, so many of them."""
+    execute, left = NullModelRunner.execute, [number]
+
+    def fail(self: NullModelRunner, plan: Any) -> None:
+        if plan.requests and left[0]:
+            left[0] -= 1
+            raise error
+        execute(self, plan)
+
+    monkeypatch.setattr(NullModelRunner, "execute", fail)
+
+
 async def test_a_step_that_fails_ends_its_requests_and_no_others(
+    open_here: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_here(null_step_ms=1, max_num_seqs=1) as face:
+        log = Log(face)
+        asked, waiting = request([1], LONG), request([2])
+        for each in (asked, waiting):
+            face.client.add_request(each)
+        await log.until_tokens(asked, 2)
+        fail_steps(monkeypatch, ZeroDivisionError("a broken step"))
+        assert await log.until_ended(asked, waiting) == [FinishReason.ERROR, FinishReason.LENGTH]
+        assert all(map(log.has_right_tokens, (asked, waiting)))
+        await assert_idle_and_well(face, log)
+
+
+async def test_a_step_without_memory_costs_its_newest_request_alone(
+    open_here: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_here(null_step_ms=1) as face:
+        log = Log(face)
+        old, newest = request([1] * 9, SamplingParams(temperature=0, max_tokens=300)), request([2], LONG)
+        for each in (old, newest):
+            face.client.add_request(each)
+            await log.until_tokens(each)
+        fail_steps(monkeypatch, MemoryError("no room"))
+        assert await log.until_ended(newest, old) == [FinishReason.ERROR, FinishReason.LENGTH]
+        assert all(map(log.has_right_tokens, (old, newest)))
+        await assert_idle_and_well(face, log)
+
+
+async def test_the_second_step_that_fails_in_a_row_ends_the_engine(
+    open_here: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with open_here(null_step_ms=1, max_num_seqs=1) as face:
+        log = Log(face)
+        asked, waiting = request([1], LONG), request([2])
+        for each in (asked, waiting):
+            face.client.add_request(each)
+        await log.until_tokens(asked)
+        fail_steps(monkeypatch, ZeroDivisionError("a broken step"), 2)
+        with trio.fail_after(5), pytest.raises(EngineDeadError, match="a broken step"):
+            await read_out(log)
+        assert log.ends == {asked.request_id: FinishReason.ERROR}
+        assert face.client.num_live == 0
+        face.client.abort_requests([waiting.request_id], AbortReason.CLIENT)
+        with pytest.raises(EngineDeadError, match="a broken step"):
+            face.client.add_request(request([1]))
+        with pytest.raises(EngineDeadError, match="a broken step"):
+            await face.call(Resume())
+
+
+async def test_steps_that_fail_during_a_pause_are_no_fault_of_the_call(
     open_here: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with open_here(null_step_ms=1) as face:
         log = Log(face)
         asked = request([1], LONG)
         face.client.add_request(asked)
-        await log.until_tokens(asked, 2)
-        execute = NullModelRunner.execute
-
-        def fail_once(self: NullModelRunner, plan: Any) -> None:
-            monkeypatch.setattr(NullModelRunner, "execute", execute)
-            raise ZeroDivisionError("a broken step")
-
-        monkeypatch.setattr(NullModelRunner, "execute", fail_once)
-        with suppress(ZeroDivisionError):  # a face in the caller's thread raises it too
-            await log.until_ended(asked)
+        await log.until_tokens(asked)
+        fail_steps(monkeypatch, TimeoutError("a broken step"))
+        await face.call(Pause(PauseMode.WAIT))
         assert await log.until_ended(asked) == [FinishReason.ERROR]
-        assert log.has_right_tokens(asked)
+        await face.call(Resume())
         await assert_idle_and_well(face, log)
+
+
+async def test_a_verb_that_raises_a_timeout_of_its_own_has_failed(
+    open_here: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sleep(self: NullModelRunner, level: int) -> None:
+        raise TimeoutError("the disk is gone")
+
+    monkeypatch.setattr(NullModelRunner, "sleep", sleep)
+    async with open_here() as face:
+        with pytest.raises(UtilityError, match="the disk is gone") as failed:
+            await face.call(Sleep(1))
+        assert not isinstance(failed.value, UtilityTimeout)
 
 
 async def test_the_death_of_the_engine_answers_every_waiter_with_its_cause(open_killable: Open) -> None:

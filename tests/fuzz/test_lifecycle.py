@@ -16,6 +16,7 @@ CASES = [
     Case("server", "prefill", "engine", "STOP CONT", num_streams=4, after_s=0.5, between_s=0.2),
     Case("owner", "decode", "engine", "KILL", num_streams=4, after_s=0.9, between_s=0.0),
     Case("owner", "prefill", "front", "KILL", num_streams=4, after_s=0.2, between_s=0.0),
+    Case("owner", "stop", "engine", "TERM", num_streams=4, after_s=0.2, between_s=0.0),
     Case("owner", "stop", "front", "INT", num_streams=4, after_s=0.2, between_s=0.0),
 ]
 

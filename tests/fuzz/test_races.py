@@ -5,10 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 
+import msgspec
 import pytest
 
+from engine.core import EngineCore
 from engine.executor.null import NullModelRunner
 from engine.outputs import FinishReason, ModelRunnerOutput
+from engine.protocol import EngineCoreOutput
 from fuzz.races import race_in_core, race_in_server, races
 
 
@@ -30,5 +33,20 @@ def test_a_wrong_token_is_found(race: Callable[[random.Random], object], monkeyp
         return output
 
     monkeypatch.setattr(NullModelRunner, "sample", wrong)
+    with pytest.RaisesGroup(AssertionError, allow_unwrapped=True, flatten_subgroups=True):
+        race(random.Random(1))
+
+
+@pytest.mark.parametrize("race", [race_in_core, race_in_server])
+def test_a_lost_last_token_is_found(race: Callable[[random.Random], object], monkeypatch: pytest.MonkeyPatch) -> None:
+    take_outputs = EngineCore.take_outputs
+
+    def lossy(self: EngineCore) -> list[EngineCoreOutput]:
+        return [
+            msgspec.structs.replace(output, new_token_ids=[]) if output.finish_reason is FinishReason.LENGTH else output
+            for output in take_outputs(self)
+        ]
+
+    monkeypatch.setattr(EngineCore, "take_outputs", lossy)
     with pytest.RaisesGroup(AssertionError, allow_unwrapped=True, flatten_subgroups=True):
         race(random.Random(1))

@@ -19,8 +19,8 @@ from packaging.version import Version
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.errors import UnsupportedModel
+from engine.models.families import DECODERS
 from engine.models.guard import inspect
-from engine.models.registry import DECODERS
 from engine.models.transformers_backend import ATTENTION_NAME, Body
 
 DOCUMENT = Path(__file__).parents[2] / "MODELS.md"

@@ -25,7 +25,8 @@ from engine.metrics import SchedulerStats
 from engine.model_runner.model_runner import ModelRunner
 from engine.models.checkpoint import read_config
 from engine.models.decoder import Decoder
-from engine.models.registry import DECODERS, BuiltModel, build_model, choose
+from engine.models.families import DECODERS
+from engine.models.registry import BuiltModel, build_model, choose
 from engine.models.transformers_backend import TransformersModel
 from engine.models.transformers_loading import foretell
 from engine.outputs import Capacity, RequestId

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import msgspec
@@ -21,7 +22,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"json": True}, "must be a JSON object"),
     ({"json": {"const": float("nan")}}, "JSON's own types"),
     ({"json": {"const": object()}}, "JSON's own types"),
-    ({"json": "[" * 50_000}, "nested"),
+    ({"json": "[" * 50_000}, "nested at most 128 levels deep, got 50000"),
     ({"json": {"const": "a" * 70_000}}, "at most 65536 characters"),
     ({"json_object": False}, "json_object must be true, got False"),
     ({"regex": ""}, "regex must not be empty"),
@@ -61,6 +62,29 @@ def test_what_cannot_mean_anything_is_refused_at_once(asked: Any, says: str) -> 
     assert (refusal.value.param, refusal.value.status_hint) == ("structured_outputs", 400)
     assert str(refusal.value).startswith("structured_outputs: ")
     assert says.replace("an object that", "object that") in str(refusal.value)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"const": '[[{"\\"'}
+    for _ in range(depth - 1):
+        schema = {"items": schema}
+    return schema
+
+
+def ask_from(num_frames: int, schema: Any) -> StructuredOutputsParams:
+    return StructuredOutputsParams(json=schema) if num_frames == 0 else ask_from(num_frames - 1, schema)
+
+
+@pytest.mark.parametrize("num_frames", [0, 500])
+def test_how_deep_a_schema_may_be_nested_does_not_depend_on_who_asks(num_frames: int) -> None:
+    allowed, refused = nested(128), nested(129)
+    for schema in (allowed, json.dumps(allowed)):
+        ask_from(num_frames, schema)
+    for schema in (refused, json.dumps(refused)):
+        with pytest.raises(InvalidGrammar, match="json must be nested at most 128 levels deep, got 129"):
+            ask_from(num_frames, schema)
+    with pytest.raises(InvalidGrammar, match="at most 128 levels deep"):
+        StructuredOutputsParams(json=nested(900))  # type: ignore[arg-type]
 
 
 def test_an_object_a_struct_and_text_mean_the_same_and_cross_the_wire() -> None:

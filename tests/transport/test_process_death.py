@@ -10,7 +10,8 @@ import textwrap
 import pytest
 import trio
 
-from transport.process import MAX_TAIL_LINES, Child, describe_exit, open_child
+from transport.lines import MAX_TAIL_LINES
+from transport.process import Child, describe_exit, open_child
 
 TOLD_S = 1.0
 GUARD = "from transport.process import child_guard; child_guard();"

@@ -38,12 +38,22 @@ async def test_on_a_unix_socket_they_are_its_owners(open_served, tmp_path):
         assert (await served.request("GET", "/is_paused")).json() == {"is_paused": False}
 
 
-@pytest.mark.parametrize("site", ["cross-site", "same-site"])
-async def test_pages_of_other_sites_cannot_operate(operated, site):
-    answer = await operated.request("POST", "/pause", Sec_Fetch_Site=site)
+OTHER_SITES = [
+    {"Sec_Fetch_Site": "cross-site"},
+    {"Sec_Fetch_Site": "same-site"},
+    {"Origin": "http://evil.example"},
+    {"Origin": "null"},
+    {"Origin": "http://localhost:1", "Host": "localhost:2"},
+]
+
+
+@pytest.mark.parametrize("headers", OTHER_SITES, ids=str)
+async def test_pages_of_other_sites_cannot_operate(operated, headers):
+    answer = await operated.request("POST", "/pause", **headers)
     assert answer.status == 403
     assert await operated.engine.is_paused() is False
-    assert (await operated.request("POST", "/pause", Sec_Fetch_Site="same-origin")).status == 200
+    own = {"Sec_Fetch_Site": "same-origin", "Origin": "http://here:1", "Host": "here:1"}
+    assert (await operated.request("POST", "/pause", **own)).status == 200
 
 
 async def test_pause_and_resume(operated):
