@@ -206,10 +206,15 @@ class KVCacheManager:
         return tables if has_room else None
 
     def _promise(self, tables: BlockTables) -> None:
-        """Count what is still to be taken for the tokens at admission: the tables are new, or have changed."""
+        """Count what is still to be taken for the tokens at admission: the tables are new, or have changed.
+
+        What a window shares with others is no part of it: it is not free once the window has passed.
+        """
         num_left = 0
         if tables.num_slots < tables.num_tokens:
-            num_left = max(0, self.max_blocks(tables.num_tokens) - len(tables.blocks_in_use))
+            windows = [tables.of_group[index] for index, _ in self._windowed]
+            num_shared = sum(self.pool.num_references(block) > 1 for table in windows for block in table.blocks_in_use)
+            num_left = max(0, self.max_blocks(tables.num_tokens) - len(tables.blocks_in_use) + num_shared)
         self._num_promised += num_left - tables.num_promised
         tables.num_promised = num_left
 
