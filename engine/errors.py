@@ -172,9 +172,11 @@ class UtilityError(MetronomeError):
 class UtilityTimeout(UtilityError, TimeoutError):
     """The caller's time was over before the answer came; what was asked for may still be done."""
 
-    def __init__(self, verb: str, timeout_s: float) -> None:
-        """Name the `verb` that was not answered within `timeout_s`."""
-        super().__init__(verb, Cause("UtilityTimeout", f"no answer within {timeout_s:g} seconds; it may still come"))
+    def __init__(self, verb: str, timeout_s: float, cause: Cause | None = None) -> None:
+        """Name the `verb` that was not answered within `timeout_s`; `cause` says more than that."""
+        late = Cause("UtilityTimeout", f"no answer within {timeout_s:g} seconds; it may still come")
+        super().__init__(verb, cause or late)
+        self.timeout_s = timeout_s
 
 
 _UTILITY_STATUS = {
@@ -223,18 +225,28 @@ def startup_error(cause: Cause) -> MetronomeError:
 def root_cause(error: BaseException) -> BaseException:
     """Unwrap exception groups to the one exception that explains the others.
 
-    What a sibling met because of the failure (cancellation, a closed or broken resource) ranks last; the rest is
-    kept as notes on the exception returned.
+    What a sibling met because of the failure (cancellation, a closed or broken resource) ranks last, a lost worker just
+    before: it may have been given up for the failure. The rest is kept as notes on the exception returned.
     """
     leaves = list(_leaves(error))
-    follow_ups = {"Cancelled", "BrokenResourceError", "ClosedResourceError", "EndOfChannel"}
-    leaves.sort(key=lambda leaf: type(leaf).__name__ in follow_ups)
+    leaves.sort(key=lambda leaf: _FOLLOW_UPS.get(type(leaf).__name__, 0))
     first, *rest = leaves
     for other in rest:
         note = f"also failed: {type(other).__name__}: {other}"
         if type(other).__name__ != "Cancelled" and note not in getattr(first, "__notes__", ()):
             first.add_note(note)
     return first
+
+
+_FOLLOW_UPS = {
+    "WorkerLost": 1,
+    "ExecutorDead": 1,
+    "BrokenResourceError": 2,
+    "ClosedResourceError": 2,
+    "EndOfChannel": 2,
+    "Cancelled": 2,
+}
+"""What explains less than others, by how little."""
 
 
 def _leaves(error: BaseException) -> list[BaseException]:

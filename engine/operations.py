@@ -2,11 +2,12 @@
 
 A verb is a generator that yields what it must wait for and returns its answer::
 
-    PAUSED             go on once the core is paused
+    PAUSED             go on once the core is paused, or at any time to have it look whether it waits for nothing
     OnRunner(verb)     go on with what the runner answered to `verb`, between two steps
 
-Whoever drives the core (`engine/utilities.py` under Trio, `engine/client/inproc.py` by plain calls) does the waiting.
-A verb that raises fails alone.
+Whoever drives the core (`engine/utilities.py` under Trio, `engine/client/inproc.py` by plain calls) does the waiting,
+throws in what the runner raised, and begins no verb of `IN_ORDER` before the one before it has ended: each finds asleep
+what those before it left asleep. A verb that raises fails alone.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from engine.core import EngineCore
-from engine.errors import NotEnabled
+from engine.errors import MetronomeError, NotEnabled
 from engine.step_trace import StepTrace
 from engine.verbs import (
     AddLora,
@@ -27,6 +28,7 @@ from engine.verbs import (
     IsSleeping,
     ListLoras,
     Pause,
+    PauseMode,
     PinLora,
     RemoveLora,
     ResetPrefixCache,
@@ -42,6 +44,12 @@ from engine.verbs import (
 
 PAUSED: Final = "paused"
 """A verb waits until the core is paused; it fails if the pause is undone before."""
+IN_ORDER: Final = (Sleep, WakeUp, SaveShardedState, CollectiveRpc)
+"""The verbs that come to the runner, or change what sleeps: one after the other."""
+
+
+class Resumed(MetronomeError):
+    """A pause was undone before it was complete."""
 
 
 class OnRunner(NamedTuple):
@@ -74,6 +82,8 @@ class Operations:
         self.trace: StepTrace | None = None
         self._core = core
         self._describe = describe
+        self._num_pauses = 0
+        self._num_resumes = 0
 
     def run(self, verb: Verb) -> Operation:
         """Begin `verb`; nothing is done before the first `next`."""
@@ -109,35 +119,58 @@ class Operations:
                 return self._describe()
 
     def _pause(self, verb: Pause) -> Operation:
-        self._core.pause(verb.mode)
-        yield PAUSED
+        yield from self._until_paused(verb.mode)
         if verb.clear_cache:
             self._core.reset_prefix_cache(reset_running=True)
+
+    def _until_paused(self, mode: PauseMode) -> Operation:
+        """Pause; raises Resumed where somebody undoes it meanwhile, whatever is paused after that."""
+        self._core.pause(mode)
+        self._num_pauses += 1
+        num_resumes = self._num_resumes
+        yield PAUSED
+        while self._num_resumes == num_resumes:
+            if self._core.is_paused:
+                return
+            yield PAUSED
+        raise Resumed("resumed before the pause was complete")
 
     def _resume(self) -> None:
         if self.asleep:
             raise ValueError(f"{_named(self.asleep)} sleep: wake them up, which resumes too")
         self._core.resume()
+        self._num_resumes += 1
 
     def _sleep(self, verb: Sleep) -> Operation:
-        self._core.pause(verb.mode)
-        yield PAUSED
-        if _FALLS_ASLEEP[verb.level] <= self.asleep:
+        was_paused = self._core.pause_mode is not None
+        yield from self._until_paused(verb.mode)
+        falling = _FALLS_ASLEEP[verb.level] - self.asleep
+        if not falling:
             return
+        num_pauses = self._num_pauses
         self._core.reset_prefix_cache(reset_running=True)
-        self.asleep |= _FALLS_ASLEEP[verb.level]
-        yield OnRunner(verb)
+        self.asleep |= falling
+        try:
+            yield OnRunner(verb)
+        except Exception:
+            yield OnRunner(WakeUp(sorted(falling)))  # a part of it may have been given back
+            self.asleep -= falling
+            if not was_paused and num_pauses == self._num_pauses:
+                self._resume()
+            raise
 
     def _wake_up(self, verb: WakeUp) -> Operation:
         tags = frozenset(SleepTag if verb.tags is None else verb.tags)
         waking = self.asleep & tags
+        num_pauses = self._num_pauses
         if waking:
             yield OnRunner(WakeUp(sorted(waking)))
             self.asleep -= waking
-        if not self.asleep:
-            self._core.resume()
-        elif SleepTag.SCHEDULING in tags:
-            raise ValueError(f"{_named(self.asleep)} still sleep: the scheduler wakes up after them")
+        if self.asleep:
+            if SleepTag.SCHEDULING in tags:
+                raise ValueError(f"{_named(self.asleep)} still sleep: the scheduler wakes up after them")
+        elif num_pauses == self._num_pauses:  # a pause that came meanwhile is to last
+            self._resume()
 
     def _profile(self, verb: StartProfile | StopProfile) -> str | None:
         folder = self._core.config.profile_dir

@@ -51,18 +51,14 @@ from engine.step_failures import StepFailures
 from engine.step_log import describe_plan
 from engine.task_tree import report, telling, write_report, write_stacks
 from engine.utilities import Utilities
-from engine.verbs import WakeUp
 from engine.watchdog import Watchdog
-from transport.services import open_services
+from transport.services import Services, open_services
 
 logger = logging.getLogger(__name__)
 teardown = logging.getLogger("teardown")
 
 LAST_WORD_TIMEOUT_S = 5.0
 """How long an engine that ends waits for its last word to be acknowledged."""
-
-NOBODYS_CALL = 0
-"""The id of a call that the server makes itself; clients count from 1."""
 
 Receive = Callable[[], Awaitable[list[ClientMessage]]]
 Send = Callable[[EngineMessage], None]
@@ -115,43 +111,55 @@ class EngineCoreServer:
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._receive_task)
-                cause = await self._serve()
-                last_word = (
-                    EngineStopped(self._engine_index) if cause is None else EngineDead(cause, self._engine_index)
-                )
-                self._send(last_word)
-                with trio.move_on_after(LAST_WORD_TIMEOUT_S):
-                    await self._acknowledged.wait()
-                    teardown.debug("last word acknowledged")
+                try:
+                    async with open_services() as services:
+                        cause = await self._serve(services)
+                        await self._say_last_word(cause)
+                except Exception as error:  # a service's door
+                    cause = self._cause_of(error)
+                    await self._say_last_word(cause)
+                teardown.debug("grammar back end closed")
                 nursery.cancel_scope.cancel()
         finally:
             await self._executor.aclose()
             teardown.debug("executor closed")
         return cause
 
-    async def _serve(self) -> Cause | None:
+    async def _serve(self, services: Services) -> Cause | None:
+        """Start and serve until told to stop or something breaks; `services` outlive this."""
         try:
             core = await self._start()
             self._grammars = GrammarCompiler(self._config, core, self._deliver_grammar)
-            async with open_services() as services, trio.open_nursery() as nursery:
+            services.start_soon(self._grammars.run)
+            async with trio.open_nursery() as nursery:
                 self._operations = Operations(core, report)
                 self._utilities = Utilities(core, self._operations, self._executor, self._wake)
-                services.start_soon(self._grammars.run)
                 nursery.start_soon(self._send_task)
                 nursery.start_soon(self._utilities.run)
                 with telling(f"engine {self._engine_index}", lambda: self._describe(core)):
                     await self._watched(core)
                 self._utilities.close()
         except Exception as error:  # the step's door: whatever broke is the engine's end, with its cause
-            cause = Cause.of(error, self._phase)
-            # What the operator can mend is told by the front, in one line.
-            level = logging.DEBUG if isinstance(error, ConfigError | ModelError) else logging.ERROR
-            logger.log(level, "%s\n%s", cause, cause.traceback)
-            self._flush()
-            return cause
+            return self._cause_of(error)
         finally:
             teardown.debug("step task ended")
         return None
+
+    def _cause_of(self, error: Exception) -> Cause:
+        cause = Cause.of(error, self._phase)
+        # What the operator can mend is told by the front, in one line.
+        level = logging.DEBUG if isinstance(error, ConfigError | ModelError) else logging.ERROR
+        logger.log(level, "%s\n%s", cause, cause.traceback)
+        return cause
+
+    async def _say_last_word(self, cause: Cause | None) -> None:
+        """Send what the send task had not come to, then the last word, and wait until that is acknowledged."""
+        while self._outbox_receive.statistics().current_buffer_used:
+            self._send(self._outbox_receive.receive_nowait())
+        self._send(EngineStopped(self._engine_index) if cause is None else EngineDead(cause, self._engine_index))
+        with trio.move_on_after(LAST_WORD_TIMEOUT_S):
+            await self._acknowledged.wait()
+            teardown.debug("last word acknowledged")
 
     # -- start ---------------------------------------------------------------------------------------------------
 
@@ -190,11 +198,6 @@ class EngineCoreServer:
         async for message in self._outbox_receive:
             self._send(message)
 
-    def _flush(self) -> None:
-        """Send what the send task had not come to, so that the engine's last word stays the last."""
-        while self._outbox_receive.statistics().current_buffer_used:
-            self._send(self._outbox_receive.receive_nowait())
-
     async def _watched(self, core: EngineCore) -> None:
         """Run the step task to its end, or until the watchdog has enough of it."""
         with self._outbox_send:
@@ -223,7 +226,7 @@ class EngineCoreServer:
                 self._failures.launched(plan)
                 self._take_inputs(core)
             self._tell(core, is_quiet=not in_flight)
-            self._watchdog.expect(bool(in_flight) or (core.has_work and core.waits_for is None))
+            self._watchdog.expect(self._is_step_pending(core))
             if in_flight:
                 await self._finish(core, in_flight[0])
             elif self._is_stopping and not (core.has_work or self._utilities.num_on_runner):
@@ -232,7 +235,15 @@ class EngineCoreServer:
                 await self._wait_for_input(core.next_deadline)
 
     def _wake(self) -> None:
+        """Have the step task take in what the runner answered to a call; a step behind that call has its time now."""
         self._woken.set()
+        self._watchdog.expect(bool(self._in_flight))
+
+    def _is_step_pending(self, core: EngineCore) -> bool:
+        """Whether a step should end, or be launched, without anything else that may take its time before."""
+        if self._in_flight:
+            return self._in_flight[0].launched_s <= self._utilities.runner_asked_s
+        return core.has_work and core.waits_for is None
 
     async def _wait_for_input(self, deadline: float) -> None:
         if not self._waiting:
@@ -302,13 +313,16 @@ class EngineCoreServer:
             core.abort([request.request_id], AbortReason.SHUTDOWN)
 
     def _drain(self, core: EngineCore) -> None:
-        """Take nothing new; what waits runs, for nobody could resume or wake the engine up any more."""
+        """Take nothing new; what waits runs, for nobody could resume or wake the engine up any more.
+
+        An engine that cannot wake up ends with that cause, which all who wait for it learn.
+        """
         self._is_draining = True
+        self._utilities.stop()
         if self._operations.asleep:
-            self._utilities.begin(UtilityCall(NOBODYS_CALL, WakeUp()))
+            self._utilities.wake_up()
         else:
             core.resume()
-        self._utilities.stop()
 
     def _tell(self, core: EngineCore, step: int = 0, *, is_quiet: bool = False) -> None:
         """Queue whatever the core has to say; statistics go with it, whenever a step was done, and before it is quiet.

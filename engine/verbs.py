@@ -7,6 +7,7 @@ A verb's class says how long its caller waits by default and what it answers.
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, ClassVar, get_args
 
 import msgspec
@@ -41,22 +42,33 @@ class SleepTag(enum.StrEnum):
     SCHEDULING = "scheduling"
 
 
+def _in_a_row(answers: Sequence[list[Any]]) -> list[Any]:
+    return [answer for of_engine in answers for answer in of_engine]
+
+
+def _under_names(answers: Sequence[str]) -> str:
+    return "\n".join(f"engine {rank}: {text}" for rank, text in enumerate(answers))
+
+
 class _Verb(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True, tag=True):
     """Base of all verbs.
 
     Attributes:
         timeout_s: How long a caller waits for the answer unless it says otherwise.
         result: The type of the answer.
+        join: Makes one answer of those of several engines, by rank; unless said otherwise there is none.
     """
 
     timeout_s: ClassVar[float] = QUICK_TIMEOUT_S
     result: ClassVar[Any] = None
+    join: ClassVar[Callable[[Sequence[Any]], Any]] = staticmethod(lambda answers: None)
 
 
 class ResetPrefixCache(_Verb, frozen=True):
     """Forget all cached prefixes; with `reset_running` also preempt whoever runs. Result: whether it was done."""
 
     result: ClassVar[Any] = bool
+    join: ClassVar[Callable[[Sequence[Any]], Any]] = all
     reset_running: bool = False
 
 
@@ -76,9 +88,10 @@ class Resume(_Verb, frozen=True):
 
 
 class IsPaused(_Verb, frozen=True):
-    """Result: whether a pause was asked for and not undone."""
+    """Result: whether a pause was asked for and not undone, of several engines by any."""
 
     result: ClassVar[Any] = bool
+    join: ClassVar[Callable[[Sequence[Any]], Any]] = any
 
 
 class Sleep(_Verb, frozen=True):
@@ -100,9 +113,10 @@ class WakeUp(_Verb, frozen=True):
 
 
 class IsSleeping(_Verb, frozen=True):
-    """Result: whether the scheduler is paused or something sleeps."""
+    """Result: whether the scheduler is paused or something sleeps, of several engines in any."""
 
     result: ClassVar[Any] = bool
+    join: ClassVar[Callable[[Sequence[Any]], Any]] = any
 
 
 class StartProfile(_Verb, frozen=True):
@@ -113,18 +127,21 @@ class StopProfile(_Verb, frozen=True):
     """Write what was noted into the folder --profile-dir, as a Chrome trace. Result: the file's path."""
 
     result: ClassVar[Any] = str
+    join: ClassVar[Callable[[Sequence[Any]], Any]] = staticmethod(_under_names)
 
 
 class ListLoras(_Verb, frozen=True):
     """Refused: LoRA is not enabled."""
 
     result: ClassVar[Any] = list[int]
+    join: ClassVar[Callable[[Sequence[Any]], Any]] = staticmethod(_in_a_row)
 
 
 class AddLora(_Verb, frozen=True):
     """Refused: LoRA is not enabled."""
 
     result: ClassVar[Any] = bool
+    join: ClassVar[Callable[[Sequence[Any]], Any]] = all
     name: str
     path: str
 
@@ -133,6 +150,7 @@ class RemoveLora(_Verb, frozen=True):
     """Refused: LoRA is not enabled."""
 
     result: ClassVar[Any] = bool
+    join: ClassVar[Callable[[Sequence[Any]], Any]] = all
     lora_id: int
 
 
@@ -140,6 +158,7 @@ class PinLora(_Verb, frozen=True):
     """Refused: LoRA is not enabled."""
 
     result: ClassVar[Any] = bool
+    join: ClassVar[Callable[[Sequence[Any]], Any]] = all
     lora_id: int
 
 
@@ -159,6 +178,7 @@ class CollectiveRpc(_Verb, frozen=True):
     """Ask every rank's runner for one of a fixed set of methods. Result: the answers in order of rank."""
 
     result: ClassVar[Any] = list[Any]
+    join: ClassVar[Callable[[Sequence[Any]], Any]] = staticmethod(_in_a_row)
     method: str
     args: list[Any] = []
 
@@ -167,12 +187,14 @@ class GetStats(_Verb, frozen=True):
     """Result: the scheduler's state now."""
 
     result: ClassVar[Any] = SchedulerStats
+    join: ClassVar[Callable[[Sequence[Any]], Any]] = SchedulerStats.sum
 
 
 class DumpTasks(_Verb, frozen=True):
     """Result: what the engine does right now, as text: its state, then its tasks and the lines at which they wait."""
 
     result: ClassVar[Any] = str
+    join: ClassVar[Callable[[Sequence[Any]], Any]] = staticmethod(_under_names)
 
 
 Verb = (

@@ -5,7 +5,10 @@ Two guards, each of which only waits for a deadline that every step moves::
     the loop turns, a step does not end    Watchdog.run, a task       state to standard error, the engine ends
     the loop itself does not turn          an alarm of the system     stacks to standard error, SIGALRM ends the process
 
-The alarm needs neither the loop nor the interpreter, and belongs to an engine's own process alone.
+The alarm needs neither the loop nor the interpreter, and belongs to an engine's own process alone. As nothing of ours
+has to run when it rings, nothing can ask whether the process itself was stopped meanwhile: whoever stops an engine at
+work (SIGSTOP, a debugger) for longer than ALARM_FACTOR times the step's time ends it. A machine that sleeps does not,
+for the alarm's clock stands still then.
 """
 
 from __future__ import annotations
@@ -58,6 +61,9 @@ class Watchdog:
             with trio.CancelScope(deadline=self._scope.deadline) as self._scope:
                 await trio.sleep_forever()
             late_s = trio.current_time() - self._scope.deadline
+            await trio.lowlevel.checkpoint()  # a step that has ended in the same moment says so first
+            if trio.current_time() < self._scope.deadline:
+                continue
             if late_s < MAX_LATE_S:
                 break
             logger.warning("the process stood still for %.1f s: the step gets its time again", late_s)

@@ -5,9 +5,19 @@ from __future__ import annotations
 import pytest
 import trio
 
-from engine.errors import MAX_BESIDE, MAX_DEPTH, MAX_TRACEBACK_CHARS, Cause, EngineDeadError, ExecutorDead, root_cause
+from engine.errors import (
+    MAX_BESIDE,
+    MAX_DEPTH,
+    MAX_TRACEBACK_CHARS,
+    Cause,
+    EngineDeadError,
+    ExecutorDead,
+    StepTimeout,
+    root_cause,
+)
 from engine.protocol import EngineDead
 from transport.codec import Decoder, Encoder
+from transport.worker import WorkerLost
 
 
 def raised(error: BaseException, cause: BaseException | None = None) -> BaseException:
@@ -86,3 +96,10 @@ def test_the_root_is_found_twice_and_noted_once() -> None:
     error = group(raised(ValueError("root")), raised(OSError("beside")))
     assert root_cause(error) is root_cause(error)
     assert root_cause(error).__notes__ == ["also failed: OSError: beside"]
+
+
+@pytest.mark.parametrize("beside", [ExecutorDead(Cause("WorkerLost", "gone")), WorkerLost("gone")], ids=str)
+def test_a_worker_that_was_given_up_does_not_hide_for_what(beside: Exception) -> None:
+    for together in ([StepTimeout("hung"), beside], [beside, StepTimeout("hung")]):
+        assert Cause.of(ExceptionGroup("", together)).type == "StepTimeout"
+    assert root_cause(ExceptionGroup("", [trio.BrokenResourceError(), beside])) is beside

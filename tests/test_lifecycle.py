@@ -1,4 +1,4 @@
-"""How an engine and its server live and end, on real processes: the one order of a teardown, chaos, early signals."""
+"""How an engine and its server live and end, on real processes: the one order of a teardown, early signals."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 FRONT_FIRST = ["probes and new work get 503", "streams ended, 0 cut", "listeners closed", "connections closed"]
 ENGINE_ASKED = ["engine asked to stop", "intake closed"]
-ENGINE = ["step task ended", "last word acknowledged", "executor closed"]
+ENGINE = ["step task ended", "last word acknowledged", "grammar back end closed", "executor closed"]
 SOCKETS = ["socket closed", "socket closed", "context closed"]
 WHOLE = [*FRONT_FIRST, *ENGINE_ASKED, *ENGINE, *SOCKETS, "engine-0 ended", *SOCKETS]
 """The engine's lines come through the front's log, which has read them all once its process has ended."""
@@ -43,6 +43,16 @@ def test_a_stop_has_one_order(start_server: Any, drain_s: str, max_tokens: int, 
     assert teardown_of(server) == WHOLE
 
 
+def test_what_compiled_grammars_ends_after_the_last_word_and_before_the_executor(start_server: Any) -> None:
+    server = start_server("null", "--log-level", "debug")
+    with server.post("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "[a-z]{3}"}}) as response:
+        assert response.status == 200
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+    after_last_word = WHOLE.index("grammar back end closed")
+    assert teardown_of(server) == [*WHOLE[:after_last_word], "grammar trial ended", *WHOLE[after_last_word:]]
+
+
 def test_a_stop_while_the_model_loads_has_the_same_order(start_server: Any) -> None:
     server = start_server("smollm2", "--num-threads", "1", "--log-level", "debug")
     server.wait_line("starting: weights")
@@ -62,7 +72,9 @@ def test_an_engine_that_dies_while_draining_is_torn_down_in_the_same_order(start
         assert "SIGKILL" in error["error"]["message"]
         assert done == "[DONE]"
     assert server.wait() == 1
-    assert teardown_of(server) == [*FRONT_FIRST, "engine-0 ended", *SOCKETS]
+    told = teardown_of(server)
+    assert "engine-0 ended" in told[: -len(SOCKETS)]  # at its death, whatever the front is at
+    assert [line for line in told if line != "engine-0 ended"] == [*FRONT_FIRST, *SOCKETS]
 
 
 def test_an_engine_that_fails_is_torn_down_in_the_same_order(start_server: Any, tmp_path: Path) -> None:
@@ -138,7 +150,18 @@ def test_an_engine_signalled_while_it_starts_is_the_cause(start_server: Any, tmp
     env = signal_at_import(tmp_path, "-c", "engine.engine_process", at_import, signal.SIGTERM)
     server = start_server("null", env=env)
     assert server.wait() == 1
-    assert server.lines[-1] == "metronome: the engine died: EngineDied: engine-0 was killed by SIGTERM"
+    died = "the engine died: EngineDied: engine-0 was killed by SIGTERM (while starting: hello)"
+    assert server.lines[-1] == f"metronome: {died}"
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2], ids=["SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize("at_import", [1, 200])
+def test_an_engine_asked_what_it_does_while_it_starts_starts_all_the_same(
+    start_server: Any, tmp_path: Path, at_import: int, number: int
+) -> None:
+    server = start_server("null", env=signal_at_import(tmp_path, "-c", "engine.engine_process", at_import, number))
+    with server.post("/v1/completions", {"prompt": "x"}) as response:
+        assert response.status == 200
 
 
 def test_a_signal_to_all_processes_at_once_is_an_orderly_stop_of_a_start(start_server: Any, tmp_path: Path) -> None:

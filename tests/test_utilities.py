@@ -13,6 +13,7 @@ import trio.testing
 
 from engine.errors import ExecutorDead
 from engine.executor import runner_verbs
+from engine.executor.null import NullModelRunner
 from engine.metrics import SchedulerStats
 from engine.outputs import FinishReason, RequestId, SchedulerOutput
 from engine.protocol import AbortRequest, Drain, EngineDead, EngineStopped, Shutdown, UtilityCall
@@ -354,6 +355,64 @@ async def test_sleep_and_wake_up_sent_at_once_take_effect_in_order() -> None:
         await assert_serves(harness)
 
 
+async def test_calls_that_change_what_sleeps_are_done_one_after_the_other(tmp_path: Path) -> None:
+    async with running() as harness:
+        await ask(harness, Sleep(2))
+        for call_id, verb in enumerate([WakeUp(), SaveShardedState(str(tmp_path / "x")), Sleep(1)]):
+            harness.send(UtilityCall(call_id, verb))
+        await harness.read_until(lambda: len(harness.results) == 4)
+        assert harness.results[0].failure is None
+        assert "the null model has no weights" in str(harness.results[1].failure)  # not that they sleep
+        assert harness.results[2].failure is None
+        assert await ask(harness, IsSleeping()) is True
+        assert await kv_bytes(harness) == 0
+        await ask(harness, WakeUp())
+        await assert_serves(harness)
+
+
+async def test_a_pause_that_comes_while_the_engine_wakes_up_lasts() -> None:
+    async with running() as harness:
+        await ask(harness, Sleep(1))
+        harness.send(UtilityCall(1, WakeUp()))
+        harness.send(UtilityCall(2, Pause(PauseMode.KEEP)))
+        await harness.read_until(lambda: {1, 2} <= harness.results.keys())
+        assert await ask(harness, IsPaused()) is True
+        await ask(harness, Resume())
+        await assert_serves(harness)
+
+
+async def test_a_pause_that_was_undone_fails_though_another_one_follows_at_once() -> None:
+    async with running(null_step_ms=1) as harness:
+        harness.add("a", [65], LONG)
+        await harness.read_until(lambda: "a" in harness.tokens)
+        for call_id, verb in enumerate([Pause(PauseMode.WAIT), Resume(), Pause(PauseMode.KEEP)]):
+            harness.send(UtilityCall(call_id, verb))
+        await harness.read_until(lambda: len(harness.results) == 3)
+        failures = [harness.results[call_id].failure for call_id in range(3)]
+        assert str(failures[0]) == "Resumed: resumed before the pause was complete"
+        assert failures[1:] == [None, None]
+        assert "a" not in harness.ends
+
+
+@pytest.mark.parametrize("was_paused", [True, False])
+async def test_a_sleep_that_fails_leaves_the_engine_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, was_paused: bool
+) -> None:
+    def give_back_half(self: NullModelRunner, level: int) -> None:
+        sleep(self, 1)
+        raise MemoryError("cannot sleep")
+
+    sleep = NullModelRunner.sleep
+    monkeypatch.setattr(NullModelRunner, "sleep", give_back_half)
+    async with running() as harness:
+        if was_paused:
+            await ask(harness, Pause())
+        assert str((await harness.call(Sleep(2))).failure) == "MemoryError: cannot sleep"
+        assert await ask(harness, IsPaused()) is was_paused
+        await ask(harness, Resume())
+        await assert_serves(harness)
+
+
 # -- drain and stop --------------------------------------------------------------------------------------------------
 
 
@@ -378,6 +437,47 @@ async def test_a_sleeping_engine_wakes_up_to_drain(level: int) -> None:
         harness.send(Drain())
         await harness.read_until(lambda: "queued" in harness.ends)
         assert harness.tokens["queued"] == expected_tokens([66], GREEDY, 10)
+
+
+async def test_an_engine_that_cannot_wake_up_to_drain_ends_with_that_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: NullModelRunner, tags: object) -> None:
+        raise MemoryError("no room for the pages")
+
+    monkeypatch.setattr(NullModelRunner, "wake_up", fail)
+    async with running() as harness:
+        await ask(harness, Sleep(1))
+        harness.add("queued", [66])
+        harness.send(Drain())
+        await harness.read_until(lambda: harness.last_word is not None)
+        assert isinstance(harness.last_word, EngineDead)
+        assert str(harness.last_word.cause) == "MemoryError: no room for the pages"
+
+
+@pytest.mark.parametrize("stop", [Drain(), Shutdown()], ids=["drain", "shutdown"])
+async def test_calls_that_wait_for_their_turn_learn_of_the_stop_and_the_engine_drains(
+    monkeypatch: pytest.MonkeyPatch, stop: Any
+) -> None:
+    inside, may_go_on = threading.Event(), threading.Event()
+
+    def sleep(self: NullModelRunner, level: int) -> None:
+        inside.set()
+        may_go_on.wait()
+
+    monkeypatch.setattr(NullModelRunner, "sleep", sleep)
+    async with running() as harness:
+        harness.send(UtilityCall(1, Sleep(1)))
+        await trio.to_thread.run_sync(inside.wait)
+        harness.send(UtilityCall(2, WakeUp()))
+        harness.send(UtilityCall(3, Sleep(2)))
+        harness.add("queued", [66])
+        harness.send(stop)
+        await harness.read_until(lambda: {2, 3} <= harness.results.keys())
+        assert {harness.results[call_id].failure.type for call_id in (2, 3)} == {"EngineStopping"}
+        may_go_on.set()
+        await harness.read_until(lambda: 1 in harness.results and "queued" in harness.ends)
+        reason = FinishReason.LENGTH if isinstance(stop, Drain) else FinishReason.ABORT
+        assert harness.ends["queued"].finish_reason is reason
+        assert 0 not in harness.results  # what the engine does itself is nobody's answer
 
 
 @pytest.mark.parametrize("stop", [Drain(), Shutdown()], ids=["drain", "shutdown"])

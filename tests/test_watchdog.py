@@ -15,10 +15,12 @@ import trio.testing
 
 import engine
 from engine.errors import EngineDeadError, StepTimeout
+from engine.executor import runner_verbs
 from engine.outputs import SchedulerOutput
 from engine.protocol import EngineDead, Pause, PauseMode, UtilityCall
 from engine.sampling_params import SamplingParams
 from engine.testing import expected_tokens
+from engine.verbs import CollectiveRpc
 from engine.watchdog import ALARM_FACTOR, Watchdog
 from tests.server_client import GREEDY, running
 
@@ -76,6 +78,30 @@ async def test_a_process_that_stood_still_itself_gives_the_step_its_time_again(m
         mock_clock.jump(10)
         await trio.testing.wait_all_tasks_blocked()
         assert len(ended) == 1
+
+
+@pytest.mark.parametrize("is_pending", [True, False])
+async def test_a_step_that_ends_in_the_moment_its_deadline_is_noticed_has_ended(
+    mock_clock: Any, is_pending: bool
+) -> None:
+    for _ in range(20):  # Trio shuffles who of the two is first
+        watchdog, result = Watchdog(10), trio.Event()
+
+        async def step(watchdog: Watchdog = watchdog, result: trio.Event = result) -> None:
+            watchdog.expect(True)
+            await result.wait()
+            watchdog.step_ended()
+            watchdog.expect(True)
+            watchdog.expect(is_pending)
+
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(watchdog.run, lambda: None)
+            nursery.start_soon(step)
+            await trio.testing.wait_all_tasks_blocked()
+            mock_clock.jump(100)
+            result.set()
+            await trio.testing.wait_all_tasks_blocked()
+            nursery.cancel_scope.cancel()
 
 
 async def test_0_is_for_ever(autojump_clock: trio.testing.MockClock) -> None:
@@ -179,6 +205,42 @@ async def test_in_this_process_too_everybody_learns_of_the_step_that_hangs(monke
             assert not llm.is_healthy
     (worker,) = workers
     worker._bell.close()
+
+
+async def test_a_verb_of_the_runner_may_take_longer_than_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(runner_verbs._METHODS, "ping", lambda runner: time.sleep(0.4))
+    async with running(step_timeout=0.15, null_step_ms=1) as harness:
+        harness.add("a", [65], SamplingParams(temperature=0, max_tokens=5000))
+        await harness.read_until(lambda: "a" in harness.tokens)
+        harness.send(UtilityCall(1, CollectiveRpc("ping")))
+        await harness.read_until(lambda: 1 in harness.results)
+        num_tokens = len(harness.tokens["a"])
+        await harness.read_until(lambda: len(harness.tokens["a"]) > num_tokens)
+        assert harness.last_word is None
+
+
+async def test_a_step_behind_a_verb_or_before_one_has_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    inside = threading.Event()
+
+    def ping(runner: object) -> None:
+        inside.set()
+        time.sleep(0.3)
+
+    monkeypatch.setitem(runner_verbs._METHODS, "ping", ping)
+    for is_behind in (True, False):
+        with Held(1) as hold:
+            async with running(hold, step_timeout=0.15) as harness:
+                if is_behind:
+                    harness.send(UtilityCall(1, CollectiveRpc("ping")))
+                    await trio.to_thread.run_sync(inside.wait)
+                began = trio.current_time()
+                harness.add("a", [65])
+                if not is_behind:  # it comes in the same turn of the loop
+                    harness.send(UtilityCall(1, CollectiveRpc("ping")))
+                await harness.read_until(lambda harness=harness: harness.last_word is not None)
+                assert harness.last_word.cause.type == "StepTimeout"
+                assert (trio.current_time() - began > 0.35) is is_behind
+        close_bell(harness)
 
 
 HANGS = """

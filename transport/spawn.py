@@ -82,6 +82,8 @@ def start_child(
 def child_guard() -> None:
     """Tie this process to the one that opened it: call it on the first line of the child's main.
 
+    From here on SIGUSR1 and SIGUSR2, which ask a process what it does, no longer end one that has no answer yet.
+
     On Linux the kernel kills this process when its parent's starting thread ends. Everywhere a thread waits for the
     end of the parent's pipe and then kills the whole group, grandchildren included: the one daemon thread of the
     house, for it must not keep a child alive that is done.
@@ -89,6 +91,8 @@ def child_guard() -> None:
     Raises:
         RuntimeError: This process was not started by `open_child` or a client.
     """
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
     parent = os.environ.pop(_PARENT_VARIABLE, None)
     if parent is None:
         raise RuntimeError("child_guard() is for a process that open_child() started")

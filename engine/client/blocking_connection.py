@@ -82,7 +82,7 @@ class BlockingConnection:
             folder = self._start()
         self._greet(config)
         self._wait_for(self._pull, math.inf)
-        shutil.rmtree(folder)  # both ends are connected: from here on no kill can leave it behind
+        shutil.rmtree(folder, ignore_errors=True)  # both ends are connected: from here on no kill can leave it behind
 
     def send(self, message: ClientMessage) -> None:
         """Send without waiting; a dead engine's messages are dropped."""

@@ -7,7 +7,7 @@ one is the death of the face, and every stream and waiter learns of it at once, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -104,34 +104,37 @@ class DPAsyncMPClient(AsyncMPClient):
         return outputs
 
     async def call(self, verb: Verb, timeout_s: float | None = None) -> Any:
-        """Ask every engine for `verb` and wait for all answers; returns one result as `_joined` does.
+        """Ask every engine for `verb` and wait for all answers; returns one result, see `join` of its class.
 
         The model is saved by the first engine alone, for all have the same.
 
         Raises:
-            UtilityError: The verb failed in an engine, which is named; the others have done it.
-            UtilityTimeout: An engine did not answer in time.
+            UtilityError: The verb failed in the engines that are named; those that are not have done it.
+            UtilityTimeout: That it took too long is all that failed.
             EngineDeadError: An engine died before it answered.
         """
         if isinstance(verb, SaveShardedState):
             return await self._engines[0].call(verb, timeout_s)
         results: dict[int, Any] = {}
-        failures: list[UtilityError | EngineDeadError] = []
+        failures: dict[int, UtilityError] = {}
+        deaths: list[EngineDeadError] = []
 
         async def ask(rank: int) -> None:
             try:
                 results[rank] = await self._engines[rank].call(verb, timeout_s)
-            except (UtilityTimeout, EngineDeadError) as failure:
-                failures.append(failure)
             except UtilityError as failure:
-                failures.append(UtilityError(type(verb).__name__, failure.cause.at(f"engine {rank}")))
+                failures[rank] = failure
+            except EngineDeadError as death:
+                deaths.append(death)
 
         async with trio.open_nursery() as nursery:
             for rank in range(len(self._engines)):
                 nursery.start_soon(ask, rank)
+        if deaths:
+            raise deaths[0]
         if failures:
-            raise failures[0]
-        return _joined([results[rank] for rank in range(len(self._engines))])
+            raise _failure(verb, failures)
+        return type(verb).join([results[rank] for rank in range(len(self._engines))])
 
     @property
     def waiting_calls(self) -> list[str]:
@@ -164,19 +167,13 @@ class DPAsyncMPClient(AsyncMPClient):
         return f", on each of {len(self._engines)} engines"
 
 
-def _joined(results: Sequence[Any]) -> Any:
-    """Return one result for the engines' results, by rank, of the same type.
-
-    Whether all agree where it is yes or no; all answers one after another where they are lists; texts under the names
-    of their engines; statistics summed.
-    """
-    first = results[0]
-    if isinstance(first, bool):
-        return all(results)
-    if isinstance(first, list):
-        return [answer for result in results for answer in result]
-    if isinstance(first, str):
-        return "\n".join(f"engine {rank}: {text}" for rank, text in enumerate(results))
-    if isinstance(first, SchedulerStats):
-        return SchedulerStats.sum(results)
-    return first
+def _failure(verb: Verb, failures: Mapping[int, UtilityError]) -> UtilityError:
+    """Return one failure that tells those of the engines in `failures`, by rank."""
+    name = type(verb).__name__
+    first, *others = (failures[rank].cause.at(f"engine {rank}") for rank in sorted(failures))
+    message = "; ".join([first.message, *(f"{other.type}: {other.message}" for other in others)])
+    cause = msgspec.structs.replace(first, message=message, causes=(*first.causes, *others))
+    timeouts = [failure.timeout_s for failure in failures.values() if isinstance(failure, UtilityTimeout)]
+    if len(timeouts) == len(failures):
+        return UtilityTimeout(name, timeouts[0], cause)
+    return UtilityError(name, cause)

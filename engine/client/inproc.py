@@ -140,18 +140,22 @@ class InprocClient(SynchronousClient):
             Exception: What the verb raises.
         """
         deadline_s = time.monotonic() + timeout_s
-        operation, answer = self._operations.run(read_verb(verb)), None
+        operation = self._operations.run(read_verb(verb))
+        resume = partial(next, operation)
         while True:
             with InterruptsHeld():
                 self._undo()
                 try:
-                    wait = operation.send(answer)
+                    wait = resume()
                 except StopIteration as end:
                     return end.value
             if isinstance(wait, OnRunner):
-                answer = call_runner(self.runner, wait.verb)
+                try:
+                    resume = partial(operation.send, call_runner(self.runner, wait.verb))
+                except Exception as error:  # the verb's door: the operation puts right what it had begun
+                    resume = partial(operation.throw, error)
                 continue
-            answer = None
+            resume = partial(next, operation)
             while not self.core.is_paused:
                 if time.monotonic() >= deadline_s:
                     raise UtilityTimeout(type(verb).__name__, timeout_s)

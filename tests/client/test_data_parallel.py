@@ -14,12 +14,13 @@ import trio
 
 import engine
 from engine.client.data_parallel import LeastInFlight
-from engine.errors import EngineDeadError, InvalidRequest, QueueFull, UtilityError
+from engine.errors import EngineDeadError, InvalidRequest, QueueFull, UtilityError, UtilityTimeout
 from engine.metrics import SchedulerStats
 from engine.outputs import FinishReason
 from engine.protocol import PauseMode
 from engine.sampling_params import SamplingParams
 from engine.testing import expected_tokens
+from engine.verbs import IsPaused, Sleep
 
 pytestmark = pytest.mark.slow
 
@@ -322,6 +323,33 @@ async def test_a_verb_that_fails_in_one_engine_is_told_with_its_number(change_en
             await llm.reset_prefix_cache()
         async with llm.generate("x", GREEDY, data_parallel_rank=1) as stream:
             await stream.collect()
+
+
+async def test_what_is_true_of_any_engine_is_told(temporary_folder: Path) -> None:
+    async with open_engines() as llm:
+        await llm._client.engines[1].call(Sleep(1))
+        assert await llm.is_paused()
+        assert await llm.is_sleeping()
+        await llm.wake_up()
+        assert not await llm.is_paused()
+        assert not await llm.is_sleeping()
+
+
+async def test_all_engines_in_which_a_verb_fails_are_told(change_engines: Any) -> None:
+    change_engines(
+        "from engine.core import EngineCore\n"
+        "def refuse(self, *arguments): raise ValueError(f'not today {rank}')\n"
+        "if rank != 1: EngineCore.reset_prefix_cache = refuse\n"
+    )
+    async with open_engines(3) as llm:
+        told = "failed: ValueError: engine 0: not today 0; ValueError: engine 2: not today 2"
+        with pytest.raises(UtilityError, match=told) as raised:
+            await llm.reset_prefix_cache()
+        assert raised.value.status_hint == 400
+        halt(llm.readies[1].pid)
+        with pytest.raises(UtilityTimeout, match=r"engine 1: no answer within 0\.3 seconds"):
+            await llm._client.call(IsPaused(), 0.3)
+        os.kill(llm.readies[1].pid, signal.SIGCONT)
 
 
 async def test_engines_may_hold_different_numbers_of_blocks(change_engines: Any) -> None:

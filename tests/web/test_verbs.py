@@ -170,6 +170,22 @@ async def test_what_cannot_be_asked_is_refused_by_name(operated, path, fault):
     assert await operated.engine.is_paused() is False
 
 
+@pytest.mark.parametrize(("method", "path"), [route for route in ROUTES if route[1] != "/abort_requests"])
+async def test_a_body_that_nobody_would_heed_is_refused(operated, method, path):
+    answer = await operated.request(method, path, {"mode": "keep"})
+    assert answer.status == 400
+    assert f"{path} takes no body: what it can be asked goes into the query" in answer.error["message"]
+    assert await operated.engine.is_paused() is False
+
+
+@pytest.mark.parametrize(("method", "path"), ROUTES)
+async def test_an_unknown_parameter_is_refused_on_every_route(operated, method, path):
+    body = {"request_ids": []} if path == "/abort_requests" else None
+    answer = await operated.request(method, f"{path}?x=1", body)
+    assert answer.status == 400
+    assert "unknown field `x`" in answer.error["message"]
+
+
 @pytest.mark.parametrize("body", [{}, {"request_ids": "a"}, {"request_ids": [1]}, {"request_ids": ["a"] * 5000}, []])
 async def test_a_wrong_list_of_ids_is_refused(operated, body):
     assert (await operated.post(body, "/abort_requests")).status == 400
