@@ -32,6 +32,11 @@ class BlockTable:
         self.array = AppendOnlyArray(blocks)
         self.num_skipped = blocks.count(_NULL)
 
+    @property
+    def blocks_in_use(self) -> list[BlockId]:
+        """The blocks that no window has passed."""
+        return self.blocks[self.num_skipped :]
+
     def extend(self, blocks: Sequence[BlockId]) -> None:
         """Add `blocks` at the end."""
         self.blocks += blocks
@@ -93,7 +98,7 @@ class BlockTables:
     @property
     def blocks_in_use(self) -> list[BlockId]:
         """All blocks that they have a reference to; one that is in two tables comes twice."""
-        return [block for table in self.of_group for block in table.blocks[table.num_skipped :]]
+        return [block for table in self.of_group for block in table.blocks_in_use]
 
     def check_invariants(self) -> None:
         """Check lengths, views and null blocks against each other.

@@ -48,7 +48,8 @@ class KVCacheManager:
     ) -> None:
         """Manage blocks 1 to `num_blocks - 1`, of `block_size` tokens each.
 
-        At most `max_in_flight` tokens of a request are uncommitted at a time.
+        At most `max_in_flight` tokens of a request are uncommitted at a time. `num_changes` grows whenever somebody is
+        admitted or blocks are given back: in between, all that victims could free grows by nothing.
         """
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
@@ -59,6 +60,7 @@ class KVCacheManager:
         self._max_in_flight = max_in_flight
         self._num_promised = 0
         self._num_common: tuple[int, ...] | None = None
+        self.num_changes = 0
         self._tables: dict[RequestId, BlockTables] = {}
         self._held: dict[int, dict[RequestId, BlockTables]] = {}
 
@@ -170,6 +172,7 @@ class KVCacheManager:
         """Give `request` tables that begin with the matched blocks, shared; `grow` extends them."""
         tables = self._tables[request.request_id] = BlockTables(match.blocks, self.block_size, request.num_tokens)
         self._num_common = None
+        self.num_changes += 1
         for blocks in match.blocks:
             self.pool.share(blocks)
         self._promise(tables)
@@ -208,16 +211,22 @@ class KVCacheManager:
         return tables if has_room else None
 
     def _promise(self, tables: BlockTables) -> None:
-        """Count what is still to be taken for the tokens at admission: the tables are new, or have changed."""
+        """Count what is still to be taken for the tokens at admission: the tables are new, or have changed.
+
+        What a window shares with others is no part of it: it is not free once the window has passed.
+        """
         num_left = 0
         if tables.num_slots < tables.num_tokens:
-            num_left = max(0, self.max_blocks(tables.num_tokens) - len(tables.blocks_in_use))
+            windows = [tables.of_group[index] for index, _ in self._windowed]
+            num_shared = sum(self.pool.num_references(block) > 1 for table in windows for block in table.blocks_in_use)
+            num_left = max(0, self.max_blocks(tables.num_tokens) - len(tables.blocks_in_use) + num_shared)
         self._num_promised += num_left - tables.num_promised
         tables.num_promised = num_left
 
     def _skip(self, table: BlockTable, num_skipped: int) -> None:
         """Give back what a window has left behind; plans in flight name those blocks but do not read them."""
         if num_skipped > table.num_skipped:
+            self.num_changes += 1
             self.pool.release(table.skip(num_skipped), self.prefix_cache.holds)
 
     def publish(self, request: Request, step: int) -> None:
@@ -298,6 +307,7 @@ class KVCacheManager:
             return
         self._num_promised -= tables.num_promised
         self._num_common = None
+        self.num_changes += 1
         if held_until is None:
             self._release(tables)
         else:
@@ -309,6 +319,7 @@ class KVCacheManager:
         held = self._held.pop(step, None)
         if held is not None:
             self._num_common = None
+            self.num_changes += 1
             for tables in held.values():
                 self._release(tables)
 

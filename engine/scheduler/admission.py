@@ -68,6 +68,7 @@ class Admission:
         self._watermark = int(config.watermark * kv_cache.pool.num_blocks)
         self._passed: list[Request] = []
         self._made_way_for: Request | None = None
+        self._refused: tuple[Request, int] | None = None
 
     def next(self) -> Request | None:
         """Return the next candidate, or None where nobody else may start in this step."""
@@ -119,11 +120,15 @@ class Admission:
     def displaced(self) -> list[Request]:
         """Return the running requests that have to make way for the next one in the queue, as the policy has it.
 
-        None while blocks are still to come back, and none in vain: only if what they hold is enough.
+        None while blocks are still to come back, and none in vain: only if what they hold is enough. Where it was not,
+        that is remembered until somebody comes or gives back blocks, or more of the request is cached.
         """
         self._made_way_for = None
         request = self.waiting.peek()
         if request is None or self._in_flight.has_row_of(request) or self._kv_cache.has_held_blocks:
+            return []
+        is_unchanged = self._refused == (request, self._kv_cache.num_changes)
+        if is_unchanged and self._kv_cache.is_short(request, self._watermark, None):
             return []
         victims = [victim for victim in self._policy.victims(request, self._running) if not is_protected(victim)]
         lacks_place = len(self._running) >= self._config.max_num_seqs
@@ -139,6 +144,7 @@ class Admission:
         count = self._kv_cache.num_victims(request, match, victims, num_reserved)
         if count is None:
             self._kv_cache.has_room(request, match, num_reserved)  # remember why
+            self._refused = request, self._kv_cache.num_changes
             return []
         chosen = victims[: max(count, lacks_place)]
         if chosen:

@@ -111,6 +111,29 @@ def test_who_needs_more_than_all_could_give_is_matched_once_and_takes_nobodys_pl
     run_and_compare(driver)
 
 
+def test_where_victims_share_a_prefix_with_who_stays_they_are_weighed_once_until_somebody_leaves(
+    matched: list[str],
+) -> None:
+    driver = make_driver(num_gpu_blocks_override=64, max_model_len=256, max_num_batched_tokens=512)
+    driver.add("stays", prompt(41), priority=0, max_tokens=60)
+    driver.step()
+    for number in range(4):
+        driver.add(f"low{number}", [*prompt(40), number], priority=5, max_tokens=24 if number else 40)
+    driver.step()
+    matched.clear()
+    urgent = [*range(30, 250)]  # 55 blocks: more than can be had, less than the sum of what the victims hold
+    driver.add("urgent", urgent, priority=1, max_tokens=2)
+    for _ in range(20):
+        driver.step()
+    assert matched == ["urgent"] * 2  # to start, and to take places
+    for _ in range(4):
+        driver.step()
+    assert driver.completions["low1"].finish_reason is not None
+    assert matched == ["urgent"] * 3  # three have left at once
+    assert driver.num_preemptions == 0
+    run_and_compare(driver)
+
+
 def test_who_lacks_tokens_alone_is_matched_once_and_takes_nobodys_place(matched: list[str]) -> None:
     driver = make_driver(enable_chunked_prefill=False, max_num_batched_tokens=40, num_gpu_blocks_override=40)
     for number in range(3):
@@ -159,7 +182,10 @@ def test_who_comes_again_has_its_place_as_the_policy_has_it() -> None:
     fair, early, late = Fair(), placed(1, position=0), placed(2, position=70)
     assert Priority().place_again(early, late) == early.place
     assert fair.place_again(early) == (0, 1)
+    fair.place(late)
     fair.started(late)
-    assert fair.place_again(early) == (70, 1)  # now, as one who comes now
-    assert fair.place_again(early, made_way_for=placed(3, position=90)) == (91, 1)  # behind whom it made way for
-    assert fair.place_again(early, made_way_for=placed(3, position=5)) == (71, 1)  # and never before now
+    assert fair.place_again(early) == (0, 1)  # before all who come now
+    now, _ = fair.place(placed(3, client="other"))
+    assert now > 70
+    assert fair.place_again(early, made_way_for=placed(3, position=990)) == (991, 1)  # behind whom it made way for
+    assert fair.place_again(early, made_way_for=placed(3, position=5)) == (now + 1, 1)  # and those who come now
