@@ -58,7 +58,7 @@ def inspect(body: Body, max_positions: int) -> TransformersShape:
     config = body.module.config.get_text_config(decoder=True)
     _check_layer_types(body, config)
     shape = _probe(body, config, max_positions)
-    with _narrowed(config, max_positions) as window:
+    with _narrowed(body, config, max_positions) as window:
         draws = [_Draw(body, shape, seed, window) for seed in range(NUM_DRAWS)]
         for name, detail, check in _CHECKS:
             if not any(_tried(body, name, check, draw) for draw in draws):
@@ -230,19 +230,25 @@ def _check_calls(body: Body, config: Any, calls: Sequence[AttentionCall], num_ro
 
 def _check_windows(body: Body, config: Any, windows: tuple[int | None, ...]) -> None:
     """Check sizes; which layers have one is a matter of the eager check, where windows are narrowed."""
-    asked = getattr(config, "sliding_window", None)
+    asked = _window_of(body, config)
     for layer, window in enumerate(windows):
         if window is not None and (window != asked or not isinstance(window, int) or window < 1):
             _refuse(body, "windows", f"layer {layer} sees {window} positions, config.json has sliding_window {asked}")
 
 
+def _window_of(body: Body, config: Any) -> Any:
+    """Return the one window of a configuration; layers with windows of their own are refused."""
+    with _named(body, "windows"):  # transformers raises where there is more than one
+        return getattr(config, "sliding_window", None)
+
+
 @contextlib.contextmanager
-def _narrowed(config: Any, max_positions: int) -> Iterator[int | None]:
+def _narrowed(body: Body, config: Any, max_positions: int) -> Iterator[int | None]:
     """Narrow the window that eager's masks have; yields the narrowed one, None where there is none.
 
     One that no position reaches beyond is left: it may be there to be ignored.
     """
-    window = getattr(config, "sliding_window", None)
+    window = _window_of(body, config)
     if not isinstance(window, int) or window <= WINDOW or window >= max_positions:
         yield window
         return

@@ -60,10 +60,6 @@ def open_config(folder: Path, raw: dict[str, Any]) -> PretrainedConfig:
         raise UnsupportedModel(
             f"transformers {transformers.__version__} has no causal language model {', '.join(map(str, named))}{remote}"
         )
-    if raw.get("per_layer_config"):
-        raise UnsupportedModel(
-            f"layers with settings of their own are not built: per_layer_config {raw['per_layer_config']}"
-        )
     if raw.get("quantization_config"):
         raise UnsupportedModel(f"quantized checkpoints are not supported: {raw['quantization_config']}")
     try:

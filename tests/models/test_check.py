@@ -139,6 +139,7 @@ REFUSED = {
     "rwkv": ({"num_hidden_layers": 4}, "call a layer"),
     "falcon": ({"alibi": True}, "call a layer"),
     "mpt": ({"n_layers": 4}, "call a layer"),
+    "laguna": ({"per_layer_config": {"1": {"sliding_window": 3}}}, "windows"),
     "roberta": ({"is_decoder": True}, "eager"),
     "doge": ({"num_hidden_layers": 4, "num_experts": 64}, "eager"),
 }
