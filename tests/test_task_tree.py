@@ -42,7 +42,8 @@ async def test_the_front_tells_of_its_engine_its_last_message_its_streams_and_it
 async def test_processes_tell_of_each_other_and_of_their_sockets() -> None:
     async with engine.open_engine("null", isolation="process") as llm:
         front, theirs = report(), await llm.dump_tasks()
-    assert f"engine-0, process {llm.ready.pid}:\n    alive\n    requests: 0 messages pending, 0 bytes" in front
+    processes = f"engine processes:\n    engine-0, process {llm.ready.pid}: alive\n"
+    assert f"{processes}    requests: 0 messages pending, 0 bytes" in front
     assert theirs.startswith(f"state of process {llm.ready.pid}:")
     assert "sockets:\n    requests: 0 messages pending, 0 bytes\n    outputs: 0 messages pending, 0 bytes" in theirs
     assert "engine 0:\n    alive; no step yet" in theirs

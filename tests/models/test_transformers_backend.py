@@ -376,7 +376,7 @@ def test_an_error_of_transformers_without_a_text_is_named_by_its_type(
             {"architectures": ["NovelForCausalLM"], "auto_map": {"AutoModelForCausalLM": "novel.Novel"}},
             "code from a model folder is never run",
         ),
-        ({"architectures": []}, "has no causal language model without a name"),
+        ({"architectures": []}, "names no architecture"),
         ({"architectures": ["OPTForCausalLM"]}, "its model_type is one of GPT2LMHeadModel"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
     ],

@@ -124,7 +124,7 @@ async def test_full_queue_is_429_with_retry_after(open_served):
 
 
 async def test_bug_in_a_handler_is_500_without_detail_and_logged(served, monkeypatch, caplog):
-    monkeypatch.setattr(type(served.engine), "stats", lambda self: 1 / 0)
+    monkeypatch.setattr(type(served.engine), "stats_by_engine", lambda self: 1 / 0)
     with caplog.at_level(logging.ERROR):
         answer = await served.request("GET", "/metrics")
     assert (answer.status, answer.error["type"]) == (500, "server_error")

@@ -151,6 +151,7 @@ async def test_drain_of_a_paused_engine_runs_what_waits(open_served, mode, caplo
         "intake closed",
         "step task ended",
         "last word acknowledged",
+        "grammar back end closed",
         "executor closed",
     ]
 
