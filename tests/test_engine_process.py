@@ -131,6 +131,7 @@ async def test_a_start_that_is_cancelled_leaves_nothing() -> None:
                     scope.cancel()
 
             async with open_engines(progress=cancel):
+                await trio.lowlevel.checkpoint()  # the last phase may be told with no checkpoint left in the start
                 pytest.fail("it has started")
         assert scope.cancelled_caught
 
