@@ -12,15 +12,17 @@ if TYPE_CHECKING:
     from engine.client.async_llm import AsyncLLM, Stream
     from engine.client.output_processor import CompletionOutput, RequestOutput
     from engine.config import EngineConfig
-    from engine.errors import EngineDeadError, MetronomeError
+    from engine.errors import EngineDeadError, MetronomeError, UtilityError, UtilityTimeout
     from engine.launch import open_engine
     from engine.llm import LLM
-    from engine.sampling_params import OutputKind, SamplingParams
+    from engine.llm_engine import LLMEngine
+    from engine.sampling_params import OutputKind, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
 _HOME = {
     "LLM": "engine.llm",
+    "LLMEngine": "engine.llm_engine",
     "AsyncLLM": "engine.client.async_llm",
     "CompletionOutput": "engine.client.output_processor",
     "EngineConfig": "engine.config",
@@ -30,6 +32,9 @@ _HOME = {
     "RequestOutput": "engine.client.output_processor",
     "SamplingParams": "engine.sampling_params",
     "Stream": "engine.client.async_llm",
+    "StructuredOutputsParams": "engine.sampling_params",
+    "UtilityError": "engine.errors",
+    "UtilityTimeout": "engine.errors",
     "open_engine": "engine.launch",
 }
 
@@ -39,11 +44,15 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "EngineDeadError",
+    "LLMEngine",
     "MetronomeError",
     "OutputKind",
     "RequestOutput",
     "SamplingParams",
     "Stream",
+    "StructuredOutputsParams",
+    "UtilityError",
+    "UtilityTimeout",
     "open_engine",
 ]
 

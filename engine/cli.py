@@ -79,7 +79,7 @@ def _serve(options: argparse.Namespace) -> int:
 
 async def _serve_until(config: EngineConfig, serve_config: ServeConfig, stop: trio.Event) -> int:
     """Serve until `stop` or the engine's death; the address is taken before a model is loaded."""
-    from web.listeners import open_listeners
+    from web.listeners import close_listeners, open_listeners
     from web.serve import serve
 
     async def serve_engine(llm: AsyncLLM) -> None:
@@ -98,7 +98,7 @@ async def _serve_until(config: EngineConfig, serve_config: ServeConfig, stop: tr
 
     async with open_listeners(serve_config) as listeners:
         logger.info("metronome %s: starting %s", __version__, config.model)
-        await with_engine(config, stop, serve_engine)
+        await with_engine(config, stop, serve_engine, give_up=partial(close_listeners, listeners))
     logger.info("stopped")
     return EXIT_OK
 
@@ -106,14 +106,14 @@ async def _serve_until(config: EngineConfig, serve_config: ServeConfig, stop: tr
 def _log_ready(llm: AsyncLLM, addresses: list[str]) -> None:
     ready = llm.ready
     logger.info(
-        "ready: %s on %s (context %d tokens, %d KV blocks of %d tokens, up to %d requests at once, engine process %d)",
+        "ready: %s on %s (context %d tokens, %s KV blocks of %d tokens, up to %d requests at once, engine process%s)",
         llm.model_name,
         " ".join(addresses),
         ready.max_model_len,
-        ready.num_kv_blocks,
+        " + ".join(str(ready.num_kv_blocks) for ready in llm.readies),
         ready.block_size,
-        llm.config.max_num_seqs,
-        ready.pid,
+        llm.config.max_num_seqs * len(llm.readies),
+        ("" if len(llm.readies) == 1 else "es") + " " + " ".join(str(ready.pid) for ready in llm.readies),
     )
 
 

@@ -68,6 +68,9 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    data_parallel_size: Annotated[
+        int, Meta(description="engine processes that share the requests, each with the whole model", ge=1, le=1024)
+    ] = 1
     max_num_seqs: Annotated[int, Meta(description="most requests in one step", ge=1, le=65536)] = 64
     max_num_batched_tokens: Annotated[int, Meta(description="most tokens in one step", ge=1, le=1048576)] = 512
     max_num_waiting: Annotated[
@@ -79,9 +82,20 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    grammar_compile_time: Annotated[
+        float,
+        Meta(
+            description="seconds of processor time a schema or grammar may take to compile; more is refused (400)",
+            ge=0.01,
+            le=60,
+        ),
+    ] = 0.25
     block_size: Annotated[int, Meta(description="tokens a KV block", ge=1, le=4096)] = 16
     kv_cache_memory_bytes: (
-        Annotated[int, Meta(description="memory for keys and values, in bytes; computed when unset", ge=1, le=2**50)]
+        Annotated[
+            int,
+            Meta(description="memory for keys and values of an engine, in bytes; computed when unset", ge=1, le=2**50),
+        ]
         | None
     ) = None
     num_gpu_blocks_override: (
@@ -109,12 +123,29 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
         Annotated[str, Meta(description="salt of the prefix hashes; drawn at random when unset")] | None
     ) = None
     num_threads: (
-        Annotated[int, Meta(description="threads a tensor operation may use; all cores when unset", ge=1, le=4096)]
+        Annotated[
+            int,
+            Meta(
+                description="threads a tensor operation may use; an equal share of the cores when unset", ge=1, le=4096
+            ),
+        ]
         | None
     ) = None
     null_step_ms: Annotated[
         float, Meta(description="time a step of the null model takes, in milliseconds", ge=0, le=60000)
     ] = 0.0
+    step_timeout: Annotated[
+        float,
+        Meta(
+            description="seconds without a finished step, work pending, after which the engine ends; 0 for never",
+            ge=0,
+            le=1e6,
+        ),
+    ] = 300.0
+    log_iterations: Annotated[bool, Meta(description="log a line for every step")] = False
+    profile_dir: (
+        Annotated[str, Meta(description="folder for the traces that start_profile and stop_profile write")] | None
+    ) = None
     shutdown_timeout: Annotated[
         float, Meta(description="seconds that running requests may go on after a stop; 0 aborts them", ge=0)
     ] = 0.0
@@ -172,6 +203,9 @@ class ServeConfig(_Settings, frozen=True, kw_only=True):
         Annotated[str, Meta(description="the name under which the model is served; its own when unset")] | None
     ) = None
     root_path: Annotated[str, Meta(description="path under which a proxy shows the server, such as /llm")] = ""
+    enable_operations: Annotated[
+        bool, Meta(description="answer /pause, /sleep and their like also without a key or a unix socket")
+    ] = False
 
     def check_together(self) -> None:
         """Check the forms of names and paths."""

@@ -144,8 +144,15 @@ class EngineCore:
         request.grammar = grammar
         self._unblock(request)
 
+    def awaits_grammar(self, request_id: RequestId) -> bool:
+        """Whether this request lives and waits for `set_grammar`."""
+        request = self._requests.get(request_id)
+        return request is not None and request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+
     def extend(self, part: SessionPart) -> None:
         """Add the next part of a session, or let it end after those it has; ended ids are ignored.
+
+        A session that has as many parts to come as requests may wait is ended, with reason error, by one more.
 
         Raises:
             ValueError: The request is no session, or its last part has come; the caller's fault.
@@ -155,8 +162,13 @@ class EngineCore:
             return
         if request.session is None or (request.session and request.session[-1].is_last):
             raise ValueError(f"{request} takes no further part")
+        awaits_it = request.status is RequestStatus.WAITING_FOR_STREAMING_REQ
+        refusal = None if awaits_it or part.is_last else self._limits.part_refusal(len(request.session))
+        if refusal is not None:
+            self._finish(request, RequestStatus.FINISHED_ERROR, cause=refusal)
+            return
         request.session.append(part)
-        if request.status is RequestStatus.WAITING_FOR_STREAMING_REQ:
+        if awaits_it:
             self._begin_turn(request)
 
     def abort(self, request_ids: Iterable[RequestId], reason: AbortReason = AbortReason.CLIENT) -> None:
@@ -213,31 +225,54 @@ class EngineCore:
         """
         self._now = now
         results = self._scheduler.update(plan, output, now)
-        self._step = plan.step
+        step = self._step = plan.step
         for result in results:
             request, token_ids, status, _ = result
-            if status is not None or (token_ids and request.grammar is not None):
+            if status is None and not token_ids:
+                continue  # a chunk of a prompt
+            if status is not None or request.grammar is not None:
                 self._conclude(result)
             elif request.events or request.logprobs is not None or request.prompt_logprobs:
-                if token_ids:
-                    self._emit(request, token_ids)
-            elif token_ids:  # as most are: nothing to tell but tokens
-                self._outputs.append(EngineCoreOutput(request.request_id, token_ids, step=plan.step))
+                self._emit(request, token_ids)
+            else:  # as most are: nothing to tell but tokens
+                self._outputs.append(EngineCoreOutput(request.request_id, token_ids, step=step))
 
     def _conclude(self, result: RowResult) -> None:
         """Say what a step did to a request that ends by it, or whose grammar has a say."""
         request, token_ids, status, cause = result
-        if request.grammar is not None and cause is None:
-            told = token_ids[:-1] if status is RequestStatus.FINISHED_STOPPED else token_ids
-            if not request.grammar.accept_tokens(told):
-                status, request.stop_reason = RequestStatus.FINISHED_ERROR, None
-                cause = Cause("GrammarRejected", f"the grammar does not allow the sampled tokens {told}")
+        if request.grammar is not None:
+            status, cause = self._told_grammar(request, request.grammar, token_ids, status, cause)
         if status is None:
             self._emit(request, token_ids)
         elif request.session is None or status is RequestStatus.FINISHED_ERROR:
             self._finish(request, status, token_ids, cause)
         else:
             self._end_turn(request, status, token_ids)
+
+    def _told_grammar(
+        self,
+        request: Request,
+        grammar: Grammar,
+        token_ids: list[int],
+        status: RequestStatus | None,
+        cause: Cause | None,
+    ) -> tuple[RequestStatus | None, Cause | None]:
+        """Tell `grammar` its request's new tokens; return how that ends the request, and why.
+
+        A text that is complete is a stop, whatever else its last token reached: there is nothing to go on with.
+        """
+        if cause is not None:
+            failure = grammar.failure
+            return status, cause if failure is None else Cause("GrammarFailed", f"the grammar cannot go on: {failure}")
+        told = token_ids[:-1] if status is RequestStatus.FINISHED_STOPPED else token_ids
+        if not grammar.accept_tokens(told):
+            request.stop_reason = None
+            failure = grammar.failure or f"the grammar does not allow the sampled tokens {told}"
+            return RequestStatus.FINISHED_ERROR, Cause("GrammarRejected", failure)
+        if grammar.is_finished and status is not RequestStatus.FINISHED_STOPPED:
+            request.stop_reason = None
+            return RequestStatus.FINISHED_STOPPED, None
+        return status, None
 
     def fail(self, plan: SchedulerOutput, cause: Cause, request_ids: Iterable[RequestId] | None = None) -> None:
         """The oldest plan in flight was not computed: end some requests for it and undo the rest.
@@ -285,6 +320,11 @@ class EngineCore:
     def resume(self) -> None:
         """Undo `pause`."""
         self._scheduler.pause = None
+
+    @property
+    def pause_mode(self) -> PauseMode | None:
+        """The pause that was asked for and not undone, whether or not it has taken effect."""
+        return self._scheduler.pause
 
     @property
     def is_paused(self) -> bool:
@@ -358,14 +398,13 @@ class EngineCore:
         Raises:
             AssertionError: Something leaked, is owned twice, or is counted wrongly.
         """
-        blocked = self._blocked.values()
-        queued = [*self._scheduler.running, *self._scheduler.waiting.unordered(), *blocked]
-        assert len(queued) == len(self._requests), "a request is queued twice, or not at all"
-        assert {*queued} == {*self._requests.values()}, "queues and live requests differ"
-        num_most = MAX_DEADLINES_A_REQUEST * len(self._requests)
+        live, blocked = {*self._requests.values()}, self._blocked.values()
+        num_most = MAX_DEADLINES_A_REQUEST * len(live)
         assert len(self._queue_deadlines) <= num_most, "deadlines of requests that have ended are kept"
-        assert _BLOCKED.issuperset([request.status for request in blocked]), f"not blocked: {blocked}"
-        self._scheduler.check_invariants()
+        for request in blocked:
+            assert request in live, f"{request} has ended and is kept"
+            assert request.status in _BLOCKED, f"{request} is not blocked"
+        self._scheduler.check_invariants(live.difference(blocked))
 
     # The ways out
 

@@ -1,13 +1,13 @@
-"""An engine in a process of its own: both sides of its sockets, and the process's main.
+"""Engines in processes of their own: both sides of their sockets, and the process's main.
 
-::
+One ROUTER and one PULL serve all engines of a front::
 
-    front process                                              engine process
+    front process                                              engine process, one a data-parallel rank
     ROUTER  ── Configure, requests, aborts, verbs, bye ──▶  DEALER   identity: the rank, 2 bytes little-endian
     ROUTER  ◀── EngineHello ──────────────────────────────  DEALER
     PULL    ◀── progress, READY, outputs, last word ──────  PUSH
 
-Every wait for the engine is raced against its death; the engine dies with its parent. The sockets lie in a folder that
+Every wait for the engines is raced against their deaths; they die with their parent. The sockets lie in a folder that
 only its owner may enter.
 """
 
@@ -18,146 +18,235 @@ import os
 import shutil
 import signal
 import sys
-import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from pathlib import Path
-from typing import TypeVar
 
 import trio
 
-import engine
+from engine.bad_messages import answer_bad_message, report_bad_message
 from engine.config import EngineConfig
-from engine.errors import Cause, EngineDeadError
+from engine.errors import EngineDeadError
 from engine.executor.inline import InlineExecutor
 from engine.executor.runners import make_runner
+from engine.handshake import (
+    TERM_GRACE_S,
+    check_hello,
+    death_of,
+    engine_argv,
+    engine_name,
+    identity_of,
+    open_socket_folder,
+    refuse_hello,
+)
 from engine.protocol import (
-    PROTOCOL_VERSION,
+    Acknowledge,
     ClientMessage,
     Configure,
     EngineHello,
     EngineMessage,
     EngineReady,
+    Shutdown,
+    StartProgress,
 )
 from engine.server import EngineCoreServer
-from engine.task_tree import answer_signals
+from engine.task_tree import answer_signals, telling
+from engine.watchdog import own_alarm
 from transport.channel import ReceiveChannel, RouterReceiveChannel, SendChannel
-from transport.codec import DecodeError
-from transport.process import Child, child_guard, describe_exit, open_child
+from transport.process import open_child
 from transport.services import open_services
+from transport.spawn import write_to_stderr
 from transport.zmq_socket import SocketKind, ZmqSocket, open_context
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-TERM_GRACE_S = 2.0
-"""How long an engine process may take to exit after its last word, before it is killed."""
 SWITCH_INTERVAL_S = 2e-4
 """How long a thread may keep the GIL from another: at the default 5 ms a busy thread starves the step loop."""
 MAX_RECEIVED = 256
 """Messages taken from a socket in one go."""
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
-_ROOT = str(Path(engine.__file__).parent.parent)
-# -P and the explicit path: the child imports this very engine, whatever folder it is started in.
-_MAIN = f"import sys; sys.path.insert(0, {_ROOT!r}); from engine.engine_process import main; main()"
-
-
-def identity_of(engine_index: int) -> bytes:
-    """Return the ZMQ identity of the engine with this rank."""
-    return engine_index.to_bytes(2, "little")
-
 
 # -- the front's side ------------------------------------------------------------------------------------------------
 
 
+class _EngineProcess:
+    """What the front knows of one engine process.
+
+    Attributes:
+        name: What messages call it.
+        pid: Its process id; 0 until it is started.
+        started: Set then.
+        phase: Where its start is; empty once it is ready.
+        has_spoken: Whether a message came on its output socket: both its ends are connected.
+        has_parted: Whether its end is expected.
+        has_ended: Whether it is no more.
+    """
+
+    def __init__(self, engine_index: int) -> None:
+        self.name = engine_name(engine_index)
+        self.pid = 0
+        self.started = trio.Event()
+        self.phase = "hello"
+        self.has_spoken = False
+        self.has_parted = False
+        self.has_ended = False
+
+    def follow(self, message: EngineMessage) -> None:
+        """Learn from a message where the start is."""
+        self.has_spoken = True
+        if isinstance(message, EngineReady):
+            self.phase = ""
+        elif isinstance(message, StartProgress):
+            self.phase = f"{message.phase} {message.done}/{message.total}" if message.total else message.phase
+
+
 class ProcessConnection:
-    """Both directions to an engine process, and the knowledge that it died."""
+    """Both directions to the engine processes of one client, and the knowledge that one of them died."""
 
-    def __init__(self, child: Child, router: ZmqSocket, pull: ZmqSocket, engine_index: int) -> None:
-        """Join the sockets to `child`; all belong to whoever opened them."""
-        self._child = child
-        self._identity = identity_of(engine_index)
-        self._hellos = RouterReceiveChannel[EngineHello](router, EngineHello, on_bad_message=_report_bad_message)
-        self._sender = SendChannel[ClientMessage](router, to=self._identity)
-        self._receiver = ReceiveChannel[EngineMessage](pull, EngineMessage, on_bad_message=_report_bad_message)
-        self._early: list[EngineMessage] = []
-        self._death: EngineDeadError | None = None
+    def __init__(self, router: ZmqSocket, pull: ZmqSocket, num_engines: int, folder: str) -> None:
+        """Use the sockets, which whoever opened them closes; their `folder` is removed once nobody needs it."""
+        self._processes = [_EngineProcess(index) for index in range(num_engines)]
+        self._router = router
+        self._senders = [SendChannel[ClientMessage](router, to=identity_of(index)) for index in range(num_engines)]
+        self._hellos = RouterReceiveChannel[EngineHello](router, EngineHello, on_bad_message=refuse_hello)
+        self._receiver = ReceiveChannel[EngineMessage](pull, EngineMessage, on_bad_message=report_bad_message)
+        self._folder: str | None = folder
+        self._is_starting = True
         self._waiting = trio.CancelScope()
+        self._dead: Callable[[], EngineDeadError] | None = None
+        self._is_drained = False
 
-    def send(self, message: ClientMessage) -> None:
+    def send(self, message: ClientMessage, engine_index: int = 0) -> None:
         """Send without waiting; a dead engine's messages are dropped."""
         try:
-            self._sender.send_nowait(message)
+            self._senders[engine_index].send_nowait(message)
         except trio.BrokenResourceError:
-            logger.debug("dropped %s: %s is gone", type(message).__name__, self._child.name)
+            logger.debug("dropped %s: %s is gone", type(message).__name__, self._processes[engine_index].name)
+
+    def part(self, engine_index: int = 0) -> None:
+        """Acknowledge an engine's last word: it may exit, and its end is no death any more."""
+        self._processes[engine_index].has_parted = True
+        self.send(Acknowledge(), engine_index)
 
     async def receive(self) -> list[EngineMessage]:
-        """Wait for messages; raises EngineDeadError once the process has ended and all it said was returned."""
-        if self._early:
-            early, self._early = self._early, []
-            return early
-        try:
-            return await self._unless_dead(partial(self._receiver.receive_many, MAX_RECEIVED))
-        except EngineDeadError:
-            with suppress(trio.WouldBlock):
-                return [self._receiver.receive_nowait()]
-            raise
+        """Wait for messages; raises EngineDeadError once a process has ended and all that had come was returned."""
+        if self._dead is None:
+            with trio.CancelScope() as self._waiting:
+                return self._follow(await self._receiver.receive_many(MAX_RECEIVED))
+        assert self._dead is not None
+        if not self._is_drained:
+            self._is_drained = True
+            if last_words := self._follow(self._take_waiting()):
+                return last_words
+        raise self._dead()
 
     async def greet(self, config: EngineConfig) -> None:
-        """Wait for the engine's hello, answer with its configuration, and wait until its other socket has spoken."""
-        identity, hello = await self._unless_dead(self._hellos.receive)
-        if identity != self._identity or hello.version != PROTOCOL_VERSION:
-            raise EngineDeadError(
-                Cause("ProtocolError", f"{self._child.name} said {hello} under the name {identity.hex()}")
-            )
-        self.send(Configure(config))
-        self._early = await self.receive()
+        """Answer each engine's hello with its configuration.
 
-    async def watch(self) -> None:
-        """Wait for the process's end and make every wait learn of it."""
-        status = await self._child.wait()
-        message = describe_exit(self._child.name, status, self._child.stderr_tail)
-        self._death = EngineDeadError(Cause("EngineDied", message, exit_status=status))
-        self._waiting.cancel()
+        Raises:
+            EngineDeadError: A hello is not what one of these engines would say.
+        """
+        for process in self._processes:
+            await process.started.wait()
+        for _ in self._processes:
+            identity, hello = await self._hellos.receive()
+            check_hello(identity, hello, {index: process.pid for index, process in enumerate(self._processes)})
+            self._processes[hello.engine_index].phase = "configuration"
+            self.send(Configure(config), hello.engine_index)
 
-    async def _unless_dead(self, wait: Callable[[], Awaitable[T]]) -> T:
-        """Race `wait` against the process's end. For one task at a time."""
-        if self._death is None:
-            with trio.CancelScope() as self._waiting:
-                return await wait()
-        assert self._death is not None
-        raise self._death
+    async def run_engine(self, engine_index: int, addresses: tuple[str, str]) -> None:
+        """Start the engine process and own it; its end, unless expected, ends every wait. Cancel it to end the process.
+
+        Raises:
+            OSError: The process cannot be started.
+        """
+        process = self._processes[engine_index]
+        argv = engine_argv(engine_index, *addresses)
+        on_line = write_to_stderr if len(self._processes) == 1 else partial(_write_line_of, process.name)
+        folders = [] if self._folder is None else [self._folder]
+        async with open_child(
+            process.name, argv, term_grace_s=TERM_GRACE_S, on_stderr_line=on_line, orphaned_folders=folders
+        ) as child:
+            process.pid = child.pid
+            process.started.set()
+            status = await child.wait()
+            process.has_ended = True
+            if self._dead is None and not process.has_parted:
+                tail = child.stderr_tail
+                self._dead = lambda: death_of(engine_index, status, tail, process.phase)
+                self._waiting.cancel()
+
+    def dismiss(self) -> None:
+        """Ask whoever still runs to stop, and expect no last word; does not wait."""
+        for index, process in enumerate(self._processes):
+            if not process.has_parted:
+                self.send(Shutdown(), index)
+                self.part(index)
+
+    def describe(self) -> Iterator[str]:
+        """Yield how each process is, and what the socket to them has to write."""
+        for process in self._processes:
+            how = f"starting: {process.phase}" if process.phase else "leaving" if process.has_parted else "alive"
+            yield f"{process.name}, process {process.pid}: {'dead' if process.has_ended else how}"
+        yield from _describe_sockets({"requests": self._router})
+
+    def _take_waiting(self) -> list[EngineMessage]:
+        messages = []
+        with suppress(trio.WouldBlock):
+            while True:
+                messages.append(self._receiver.receive_nowait())
+        return messages
+
+    def _follow(self, messages: list[EngineMessage]) -> list[EngineMessage]:
+        """Note where the engines' starts are, until all are ready; returns `messages`."""
+        if not self._is_starting:
+            return messages
+        for message in messages:
+            self._processes[message.engine_index].follow(message)
+        if self._folder is not None and all(process.has_spoken for process in self._processes):
+            shutil.rmtree(
+                self._folder, ignore_errors=True
+            )  # all ends are connected: from here on no kill can leave it behind
+            self._folder = None
+        self._is_starting = any(process.phase for process in self._processes)
+        return messages
 
 
 @asynccontextmanager
-async def connect_process(config: EngineConfig, engine_index: int = 0) -> AsyncIterator[ProcessConnection]:
-    """Start an engine process and give it its configuration; leaving it leaves no process behind.
+async def connect_processes(config: EngineConfig) -> AsyncIterator[ProcessConnection]:
+    """Start the engine processes, all at once, and give them their configuration; leaving it leaves none behind.
 
     Raises:
-        EngineDeadError: The process ended before it said hello.
+        EngineDeadError: A process that is none of these engines said hello.
+        OSError: A process cannot be started.
     """
-    name = f"engine-{engine_index}"
-    with tempfile.TemporaryDirectory(prefix="metronome-", ignore_cleanup_errors=True) as folder:
+    with open_socket_folder() as folder:
         async with open_context() as context:
             router = ZmqSocket(context, SocketKind.ROUTER)
             pull = ZmqSocket(context, SocketKind.PULL)
             async with router, pull:
                 addresses = router.bind(f"ipc://{folder}/requests"), pull.bind(f"ipc://{folder}/outputs")
-                argv = [sys.executable, "-P", "-c", _MAIN, str(engine_index), *addresses]
-                opened = open_child(name, argv, term_grace_s=TERM_GRACE_S, orphaned_folders=[folder])
-                async with opened as child, open_services() as services:
-                    connection = ProcessConnection(child, router, pull, engine_index)
-                    services.start_soon(connection.watch)
-                    await connection.greet(config)
-                    shutil.rmtree(folder)  # both ends are connected: from here on no kill can leave it behind
-                    yield connection
+                connection = ProcessConnection(router, pull, config.data_parallel_size, folder)
+                async with open_services() as services:
+                    for index in range(config.data_parallel_size):
+                        services.start_soon(connection.run_engine, index, addresses)
+                    services.start_soon(connection.greet, config)
+                    try:
+                        with telling("engine processes", connection.describe):
+                            yield connection
+                    finally:
+                        connection.dismiss()
 
 
-def _report_bad_message(error: DecodeError) -> None:
-    logger.error("skipped a message that is none: %s", error)
+def _describe_sockets(sockets: Mapping[str, ZmqSocket]) -> Iterator[str]:
+    """Yield how much each socket still has to write of what it was given without a copy."""
+    for name, socket in sockets.items():
+        yield f"{name}: {socket.num_pending} messages pending, {socket.pending_bytes} bytes"
+
+
+def _write_line_of(name: str, line: str) -> None:
+    write_to_stderr(f"[{name}] {line}")
 
 
 # -- the engine's side -----------------------------------------------------------------------------------------------
@@ -165,7 +254,6 @@ def _report_bad_message(error: DecodeError) -> None:
 
 def main() -> None:
     """Be an engine process: arguments are the rank and the addresses of the front's two sockets."""
-    child_guard()
     # The terminal's or the service manager's signals go to all processes; the front alone decides the order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     engine_index, request_address, output_address = sys.argv[1:]
@@ -183,12 +271,13 @@ async def _run(engine_index: int, request_address: str, output_address: str) -> 
         async with dealer, push:
             dealer.connect(request_address)
             push.connect(output_address)
-            receiver = ReceiveChannel[ClientMessage](dealer, ClientMessage, on_bad_message=_report_bad_message)
+            sender = SendChannel[EngineMessage](push)
+            on_bad_message = partial(answer_bad_message, engine_index=engine_index, send=sender.send_nowait)
+            receiver = ReceiveChannel[ClientMessage](dealer, ClientMessage, on_bad_message=on_bad_message)
             await SendChannel[EngineHello](dealer).send(EngineHello(engine_index, os.getpid()))
             config = await _configuration(receiver)
             logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT, stream=sys.stderr)
             sys.setswitchinterval(SWITCH_INTERVAL_S)
-            sender = SendChannel[EngineMessage](push)
 
             def send(message: EngineMessage) -> None:
                 sender.send_nowait(message)
@@ -197,11 +286,13 @@ async def _run(engine_index: int, request_address: str, output_address: str) -> 
 
             executor = InlineExecutor(partial(make_runner, config))
             receive = partial(receiver.receive_many, MAX_RECEIVED)
-            server = EngineCoreServer(config, executor, receive, send, engine_index=engine_index)
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(answer_signals)
-                cause = await server.run()
-                nursery.cancel_scope.cancel()
+            alarm = own_alarm()
+            server = EngineCoreServer(config, executor, receive, send, engine_index=engine_index, alarm=alarm)
+            with telling("sockets", partial(_describe_sockets, {"requests": dealer, "outputs": push})):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(answer_signals)
+                    cause = await server.run()
+                    nursery.cancel_scope.cancel()
             return 0 if cause is None else 1
 
 

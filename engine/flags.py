@@ -17,7 +17,7 @@ import msgspec
 from engine.config import EngineConfig, ServeConfig, Setting, settings_of
 from engine.errors import ConfigError
 from engine.models import DEFAULT
-from engine.sampling_params import RepetitionDetection, SamplingParams
+from engine.sampling_params import RepetitionDetection, SamplingParams, StructuredOutputsParams
 
 MODEL_HELP = f"name of a known model, model folder, GGUF file, hub id, or null (default: {DEFAULT})"
 
@@ -39,6 +39,7 @@ SAMPLING_HELP = {
     "min_tokens": "no end before this many tokens",
     "stop": "a string that ends the text; may be given several times",
     "stop_token_ids": "a token id that ends the text; may be given several times",
+    "structured_outputs": "the text's form; JSON of one of json, json_object, regex, choice, grammar, structural_tag",
     "repetition_detection": "end output that goes in circles; JSON of max_pattern_size, min_pattern_size, min_count",
     "skip_reading_prefix_cache": "compute the whole prompt, whatever is cached",
     "ignore_eos": "go on past the model's end token",
@@ -50,6 +51,8 @@ SAMPLING_HELP = {
 
 SHARED = ("seed",)
 """Fields of `EngineConfig` whose flags are the sampling parameters' where a verb has both."""
+_SHORT = {"data_parallel_size": ("-dp",)}
+"""What some flags are called too."""
 _NOT_IN_FILE = {"help", "config"}
 Settings = TypeVar("Settings", EngineConfig, ServeConfig)
 
@@ -156,7 +159,8 @@ def _add_setting(group: Any, setting: Setting, default: Any) -> None:
         return
     metavar = None if setting.choices else setting.kind.__name__.upper()
     choices = setting.choices or None
-    group.add_argument(setting.flag, type=setting.kind, choices=choices, metavar=metavar, default=default, help=text)
+    names = [setting.flag, *_SHORT.get(setting.name, ())]
+    group.add_argument(*names, type=setting.kind, choices=choices, metavar=metavar, default=default, help=text)
 
 
 def _add_sampling_flag(group: Any, name: str, text: str, default: Any) -> None:
@@ -165,7 +169,7 @@ def _add_sampling_flag(group: Any, name: str, text: str, default: Any) -> None:
     options: dict[str, Any] = {"default": default, "help": f"{text} (default: {_shown(default)})"}
     if kind is bool:
         options["action"] = argparse.BooleanOptionalAction
-    elif kind is RepetitionDetection or get_origin(kind) is dict:
+    elif kind in {RepetitionDetection, StructuredOutputsParams} or get_origin(kind) is dict:
         options |= {"type": _json, "metavar": "JSON"}
     elif get_origin(kind) is tuple:
         kind = get_args(kind)[0]

@@ -1,30 +1,51 @@
-"""Who runs where: an engine in a process of its own, or as tasks of this process; handshake and teardown.
+"""Who runs where: engines in processes of their own, or one as tasks of this process; handshake and teardown.
 
-With isolation="process" the engine is a child joined by ZMQ (engine_process.py); with isolation="thread" the same
+With isolation="process" each engine is a child joined by ZMQ (engine_process.py); with isolation="thread" the same
 server runs here over memory channels, and only its executor has a thread. The client cannot tell which it has.
+Without Trio the engine is a child, or runs in the caller's own thread.
+
+`make_client` chooses::
+
+                 isolation "none"     "thread"                   "process"
+    Trio                              AsyncMPClient, channels    AsyncMPClient, ZMQ; several: DPAsyncMPClient
+    no Trio      InprocClient                                    SyncMPClient
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from functools import partial
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import trio
 
 from engine.client.async_llm import AsyncLLM
 from engine.client.asynchronous import AsyncMPClient, Connection
+from engine.client.data_parallel import DPAsyncMPClient
+from engine.client.inproc import InprocClient
+from engine.client.sync import SyncMPClient
+from engine.client.synchronous import SynchronousClient
 from engine.config import EngineConfig
-from engine.engine_process import SWITCH_INTERVAL_S, connect_process
-from engine.errors import Cause, ConfigError, EngineDeadError, startup_error
+from engine.core import EngineCore
+from engine.engine_process import SWITCH_INTERVAL_S, connect_processes
+from engine.errors import Cause, ConfigError, EngineDeadError, ModelError, startup_error
 from engine.executor.base import Progress
 from engine.executor.inline import InlineExecutor
 from engine.executor.runners import make_runner
 from engine.loading import open_model
-from engine.protocol import Acknowledge, ClientMessage, EngineDead, EngineMessage, EngineReady, StartProgress
+from engine.protocol import (
+    Acknowledge,
+    ClientMessage,
+    EngineCoreOutputs,
+    EngineDead,
+    EngineMessage,
+    EngineReady,
+    StartProgress,
+)
 from engine.server import LAST_WORD_TIMEOUT_S, EngineCoreServer
 from transport.services import open_services
 
@@ -42,14 +63,14 @@ async def open_engine(
     model: str | None = None,
     *,
     isolation: Isolation = "process",
-    data_parallel_size: int = 1,
     progress: Progress | None = None,
     **settings: Any,
 ) -> AsyncIterator[AsyncLLM]:
     """Run an engine for `model` (the default model when None); leaving it leaves nothing behind.
 
     Live streams get a last output with reason abort when the block is left; `settings` are the fields of
-    `EngineConfig`. `progress` is called with (phase, done, total) while the engine starts.
+    `EngineConfig`. `progress` is called with (phase, done, total) while the engine starts. With `data_parallel_size`
+    N there are N engines, each a process of its own, which share the requests.
 
     Raises:
         ConfigError: A setting is wrong or the model cannot be had.
@@ -57,11 +78,7 @@ async def open_engine(
         EngineDeadError: The engine died while starting, or while it was being stopped.
     """
     config = EngineConfig.of(**settings) if model is None else EngineConfig.of(model=model, **settings)
-    if data_parallel_size != 1:
-        raise ConfigError(f"data_parallel_size must be 1 in this version, got {data_parallel_size}")
-    connect = _CONNECT.get(isolation)
-    if connect is None:
-        raise ConfigError(f"isolation must be one of {', '.join(_CONNECT)}, got {isolation!r}")
+    check_face(isolation, trio=True, data_parallel_size=config.data_parallel_size)
     progress = progress or _ignore_progress
     token = trio.lowlevel.current_trio_token()
 
@@ -74,10 +91,8 @@ async def open_engine(
 
     files = await trio.to_thread.run_sync(open_model, config, from_thread, wait)
     with _short_switch_interval():
-        async with connect(files.config) as connection:
-            ready = await _handshake(connection, progress)
-            client = AsyncMPClient(files.config, ready, connection)
-            llm = AsyncLLM(client, files.tokenizer, files.config, ready, files.name)
+        async with make_client(files.config, isolation=isolation, trio=True, progress=progress) as client:
+            llm = AsyncLLM(client, files.tokenizer, files.config, client.ready, files.name)
             async with open_services() as services:
                 services.start_soon(llm.run)
                 try:
@@ -87,6 +102,70 @@ async def open_engine(
                         failure = await llm.aclose(STOP_TIMEOUT_S)
                 if failure is not None:  # and the body has ended well: nobody knows yet
                     raise failure
+
+
+@overload
+def make_client(
+    config: EngineConfig, *, isolation: str, trio: Literal[True], progress: Progress = ...
+) -> AbstractAsyncContextManager[AsyncMPClient]: ...
+
+
+@overload
+def make_client(
+    config: EngineConfig, *, isolation: str, trio: Literal[False], progress: Progress = ...
+) -> SynchronousClient: ...
+
+
+def make_client(
+    config: EngineConfig, *, isolation: str, trio: bool, progress: Progress | None = None
+) -> AbstractAsyncContextManager[AsyncMPClient] | SynchronousClient:
+    """Start an engine and return its face; nobody else chooses one. `config` is as `open_model` returned it.
+
+    Under Trio the face is what entering gives, and leaving closes it; whoever enters must have stopped the engine
+    before. Without Trio it is there at once, and `shutdown` closes it.
+
+    Raises:
+        ConfigError: There is no face for these two, or the engine cannot be started as `config` asks.
+        ModelError: The model cannot be served.
+        EngineDeadError: The engine died while starting.
+    """
+    check_face(isolation, trio, config.data_parallel_size)
+    progress = progress or _ignore_progress
+    if trio:
+        return _open_asynchronous(config, isolation, progress)
+    return SyncMPClient(config, progress) if isolation == "process" else _make_inproc(config, progress)
+
+
+def check_face(isolation: str, trio: bool, data_parallel_size: int) -> None:
+    """Refuse what `make_client` has no face for, before a model is looked for; raises ConfigError."""
+    known = _CONNECT if trio else _WITHOUT_TRIO
+    if isolation not in known:
+        raise ConfigError(
+            f"isolation={isolation!r} with trio={trio}: no client has both; {'with' if trio else 'without'} Trio, "
+            f"isolation is one of {', '.join(known)}"
+        )
+    if data_parallel_size > 1 and not (trio and isolation == "process"):
+        raise ConfigError(
+            f"isolation={isolation!r} with trio={trio} runs one engine, and data_parallel_size is "
+            f"{data_parallel_size}: leave it out, or take open_engine with isolation 'process', or serve"
+        )
+
+
+@asynccontextmanager
+async def _open_asynchronous(config: EngineConfig, isolation: str, progress: Progress) -> AsyncIterator[AsyncMPClient]:
+    async with _CONNECT[isolation](config) as connection:
+        readies = await _handshake(connection, progress, config.data_parallel_size)
+        if len(readies) > 1:
+            yield DPAsyncMPClient(config, readies, connection)
+        else:
+            yield AsyncMPClient(config, readies[0], connection)
+
+
+def _make_inproc(config: EngineConfig, progress: Progress) -> InprocClient:
+    runner = make_runner(config)
+    capacity = runner.start(progress)
+    core = EngineCore(config, capacity, hash_salt=(config.prefix_hash_seed or "").encode())
+    return InprocClient(config, EngineReady.of(capacity, engine_index=0, pid=os.getpid()), core, runner)
 
 
 def _ignore_progress(phase: str, done: int, total: int) -> None:
@@ -103,20 +182,28 @@ def _short_switch_interval() -> Iterator[None]:
         sys.setswitchinterval(before)
 
 
-async def _handshake(connection: Connection, progress: Progress) -> EngineReady:
-    """Follow the engine's start to READY; raises what stopped it."""
-    while True:
+async def _handshake(connection: Connection, progress: Progress, num_engines: int) -> list[EngineReady]:
+    """Follow the engines' starts until each is READY; raises what stopped the first that failed."""
+    readies: list[EngineReady] = []
+    while len(readies) < num_engines:
         for message in await connection.receive():
+            name = f"engine {message.engine_index}"
             match message:
                 case StartProgress(phase, done, total):
-                    progress(phase, done, total)
+                    progress(phase if num_engines == 1 else f"{name}: {phase}", done, total)
                 case EngineReady():
-                    return message
+                    readies.append(message)
                 case EngineDead(cause):
-                    connection.send(Acknowledge())
-                    raise startup_error(cause)
+                    connection.part(message.engine_index)
+                    raise startup_error(cause if num_engines == 1 else cause.at(name))
+                case EngineCoreOutputs():
+                    pass  # an engine that is ready tells its state while the others still start
                 case _:
                     raise EngineDeadError(Cause("ProtocolError", f"unexpected {type(message).__name__} at start"))
+    digests = {ready.model_digest: f"engine {ready.engine_index} has {ready.model_digest}" for ready in readies}
+    if len(digests) > 1:
+        raise ModelError(f"the engines loaded different models: {', '.join(digests.values())}; start again")
+    return readies
 
 
 # -- in this process -------------------------------------------------------------------------------------------------
@@ -128,11 +215,14 @@ class _MemoryConnection(NamedTuple):
     outgoing: trio.MemorySendChannel[ClientMessage]
     incoming: trio.MemoryReceiveChannel[EngineMessage]
 
-    def send(self, message: ClientMessage) -> None:
+    def send(self, message: ClientMessage, engine_index: int = 0) -> None:
         try:
             self.outgoing.send_nowait(message)
         except trio.BrokenResourceError:
             logger.debug("dropped %s: the engine has ended", type(message).__name__)
+
+    def part(self, engine_index: int = 0) -> None:
+        self.send(Acknowledge())
 
     async def receive(self) -> list[EngineMessage]:
         try:
@@ -167,7 +257,8 @@ async def _receive_all(channel: trio.MemoryReceiveChannel[Message]) -> list[Mess
     return received
 
 
+_WITHOUT_TRIO = ("none", "process")
 _CONNECT: dict[str, Callable[[EngineConfig], AbstractAsyncContextManager[Connection]]] = {
-    "process": connect_process,
+    "process": connect_processes,
     "thread": _connect_thread,
 }

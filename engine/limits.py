@@ -59,6 +59,13 @@ class Limits:
             return Cause("InvalidRequest", f"extras {sorted(request.extras)} are not supported by this version")
         return self.prompt_refusal(request.prompt_token_ids, 0, request.sampling_params)
 
+    def part_refusal(self, num_parts: int) -> Cause | None:
+        """Say why a session with `num_parts` parts still to come takes no further one for now, or None if it does."""
+        if num_parts < self._config.max_num_waiting:
+            return None
+        message = f"{num_parts} parts of the session wait, as many as --max-num-waiting {self._config.max_num_waiting}"
+        return Cause("QueueFull", f"{message} allows: send the next one when a turn has ended")
+
     def prompt_refusal(self, token_ids: list[int], num_before: int, params: SamplingParams) -> Cause | None:
         """Say why these prompt tokens, behind `num_before` known ones, can never be computed here, or None."""
         capacity, num_prompt, max_tokens = self._capacity, num_before + len(token_ids), params.max_tokens

@@ -1,55 +1,71 @@
-"""`LLM`: the whole engine on one page, synchronous, in this thread. No task, no socket. Read this file first.
+"""`LLM`: prompts in, finished texts out, synchronous. The first file to read, and the served path's oracle.
 
-`generate` is the served path's oracle: the same input processor, core, runner and output processor, without anything
-between them. One turn of its loop is one step: plan, execute, commit (`InprocClient.get_output`).
+By default all of it happens in the caller's thread, in three short pages, one above the other::
+
+    LLM.generate            feeds prompts as there is room, and steps until all have ended
+    LLMEngine.step          turns a step's tokens into text               (llm_engine.py)
+    InprocClient._advance   one step: plan, execute, commit               (client/inproc.py)
+
+The served path has the same input processor, core, runner and output processor, with tasks and sockets between them.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
 
+import msgspec
 from tqdm import tqdm
 
-from engine.client.inproc import InprocClient
-from engine.client.input_processor import InputProcessor, Messages, PromptInput, RequestOptions
-from engine.client.output_processor import RequestOutput, RequestState
-from engine.config import EngineConfig
-from engine.core import EngineCore
-from engine.executor.runners import make_runner
-from engine.loading import open_model
+from engine.client.input_processor import Messages, PromptInput
+from engine.client.output_processor import RequestOutput
+from engine.client.synchronous import STOP_TIMEOUT_S
+from engine.llm_engine import Isolation, LLMEngine
 from engine.metrics import SchedulerStats
-from engine.outputs import RequestId
-from engine.progress import show_progress
-from engine.protocol import AbortReason, EngineCoreRequest, EngineReady
 from engine.sampling_params import OutputKind, SamplingParams
 
 
 class LLM:
-    """A model in this process, for one thread. Prompts in, finished texts out, order kept.
+    """A model for one thread. Prompts in, finished texts out, order kept. A context manager, as `LLMEngine` is.
 
     Attributes:
-        core, runner, client: The parts, for who measures them; nobody else calls them.
+        config: The settings, resolved.
+        tokenizer: Of the model.
+        model_name: What the model is called.
+        ready: What the engine can hold.
+        client: The face of the engine, for who measures it.
     """
 
-    def __init__(self, model: str | None = None, **settings: Any) -> None:
+    def __init__(self, model: str | None = None, *, isolation: Isolation = "none", **settings: Any) -> None:
         """Load `model` (the default model when None); `settings` are the fields of `EngineConfig`.
+
+        With isolation "process" the engine runs in a process of its own, until `shutdown` or this process's end.
 
         Raises:
             ConfigError: A setting is wrong or the model cannot be had.
             ModelError: The model cannot be served.
+            EngineDeadError: The engine's process died while starting.
         """
-        asked = EngineConfig.of(**settings) if model is None else EngineConfig.of(model=model, **settings)
-        with show_progress() as progress:
-            self.config, self.tokenizer, self.model_name = open_model(asked, progress)
-            self.runner = make_runner(self.config)
-            capacity = self.runner.start(progress)
-        self.core = EngineCore(self.config, capacity, hash_salt=(self.config.prefix_hash_seed or "").encode())
-        self.ready = EngineReady.of(capacity, engine_index=0, pid=0)
-        self.client = InprocClient(self.config, self.ready, self.core, self.runner)
-        self._input_processor = InputProcessor(self.config, self.ready, self.tokenizer)
+        self._engine = LLMEngine(model, isolation=isolation, **settings)
+        self.config = self._engine.config
+        self.tokenizer = self._engine.tokenizer
+        self.model_name = self._engine.model_name
+        self.client = self._engine.client
+        self.ready = self.client.ready
+
+    def __enter__(self) -> Self:
+        """Give the model itself."""
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        """Shut the engine down."""
+        self._engine.__exit__(kind, error, tb)
+
+    def shutdown(self, timeout_s: float = STOP_TIMEOUT_S) -> None:
+        """Free everything; idempotent. See `LLMEngine.shutdown`."""
+        self._engine.shutdown(timeout_s)
 
     def generate(
         self,
@@ -61,9 +77,11 @@ class LLM:
 
         Raises:
             RequestError: A prompt or parameter was refused; nothing was started.
+            EngineDeadError: The engine died.
         """
         many: Any = [prompts] if _is_one(prompts) else list(prompts)
-        return self._run(many, params or SamplingParams(**self.tokenizer.sampling_defaults), use_tqdm)
+        params = params or SamplingParams(**self.tokenizer.sampling_defaults)
+        return self._run(many, msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY), use_tqdm)
 
     def chat(
         self,
@@ -76,48 +94,30 @@ class LLM:
 
     def stats(self) -> SchedulerStats:
         """Return the scheduler's state after the last step."""
-        return self.client.stats
+        return self._engine.stats()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prefixes; returns whether that was done."""
+        return self._engine.reset_prefix_cache()
 
     def _run(self, prompts: list[PromptInput], params: SamplingParams, use_tqdm: bool) -> list[RequestOutput]:
-        prepared = [self._prepare(prompt, params) for prompt in prompts]
-        waiting = deque(request for _, requests in prepared for request in requests)
-        owners: dict[RequestId, RequestState] = {
-            request_id: state for state, _ in prepared for request_id in state.request_ids
-        }
+        engine = self._engine
+        prepared = [engine.prepare(prompt, params, OutputKind.FINAL_ONLY) for prompt in prompts]
+        waiting = deque((state, request) for state, requests in prepared for request in requests)
+        outputs: dict[str, RequestOutput] = {}
         try:
             with tqdm(total=len(prompts), desc="Prompts", unit="prompt", disable=not use_tqdm) as bar:
-                for _ in self._finish(waiting, owners):
-                    bar.update()
+                while waiting or engine.has_unfinished_requests():
+                    while waiting and self.client.num_live < self.client.max_num_live:
+                        state, request = waiting.popleft()
+                        engine.start(state, [request])
+                    for output in engine.step():
+                        outputs[output.request_id] = output
+                        bar.update()
         finally:
-            self.client.abort_requests(list(owners), AbortReason.CLIENT)
-            while self.client.has_work:
-                self.client.get_output()
-        return [state.output([c.final() for c in state.completions.values()]) for state, _ in prepared]
-
-    def _finish(
-        self, waiting: deque[EngineCoreRequest], owners: dict[RequestId, RequestState]
-    ) -> Iterator[RequestState]:
-        """Step until every request has ended; yields each once its last completion has."""
-        while waiting or self.client.num_live:
-            while waiting and self.client.num_live < self.client.max_num_live:
-                self.client.add_request(waiting.popleft())
-            stopped = []
-            for output in self.client.get_output().outputs:
-                state = owners[output.request_id]
-                if state.add(output, time.monotonic()):
-                    stopped.append(output.request_id)
-                if output.finish_reason is not None:
-                    del owners[output.request_id]
-                    if owners.keys().isdisjoint(state.request_ids):
-                        yield state
-            self.client.abort_requests(stopped, AbortReason.STOP_STRING)
-
-    def _prepare(self, prompt: PromptInput, params: SamplingParams) -> tuple[RequestState, list[EngineCoreRequest]]:
-        tokenized = self._input_processor.tokenize(prompt)
-        label, requests = self._input_processor.make_requests(tokenized, params, RequestOptions())
-        kind = OutputKind.FINAL_ONLY
-        state = RequestState(label, tokenized.text, requests, kind, self.tokenizer, time.monotonic())
-        return state, requests
+            if self.client.death is None:
+                engine.abort_all()
+        return [outputs[state.request_id] for state, _ in prepared]
 
 
 def _is_one(prompts: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 
@@ -34,6 +36,11 @@ class SchedulerStats(msgspec.Struct, array_like=True, omit_defaults=True, gc=Fal
     preempted_prefix_cache_queries: int = 0
     preempted_prefix_cache_hits: int = 0
     preempted_prefix_cache_requests: int = 0
+
+    @classmethod
+    def sum(cls, parts: Iterable[SchedulerStats]) -> SchedulerStats:
+        """Return the state of several engines as if they were one."""
+        return cls(*map(sum, zip(*map(msgspec.structs.astuple, parts), strict=True)))
 
     @property
     def kv_cache_usage(self) -> float:

@@ -104,8 +104,13 @@ def _add_benches(verbs: Verbs) -> None:
     verb.add_argument("--scheduling-policy", choices=policies, default=policies[0], help="(default: %(default)s)")
     _add_json(verb)
 
+    verb = _add_verb(benches, "transport", "[flags]", "messages one way between two processes")
+    _add_counts(verb, num_messages=100_000)
+    _add_json(verb)
+
 
 _BENCH_HELP = {
+    "num_messages": "of each size; fewer of the large ones",
     "num_prompts": "prompts in all",
     "num_running": "requests that decode",
     "num_waiting": "requests that wait, where many do",

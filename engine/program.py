@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Awaitable, Callable
 
@@ -10,9 +11,12 @@ import trio
 
 from engine.client.async_llm import AsyncLLM
 from engine.config import EngineConfig
+from engine.errors import EngineDeadError
 from engine.launch import open_engine
 from engine.progress import show_progress
 from transport.services import open_services
+
+logger = logging.getLogger(__name__)
 
 EXIT_OK = 0
 EXIT_DEAD = 1
@@ -24,14 +28,40 @@ EXIT_PIPE = 128 + signal.SIGPIPE
 """Whoever read our output has gone."""
 
 
-async def with_engine(config: EngineConfig, stop: trio.Event, body: Callable[[AsyncLLM], Awaitable[None]]) -> None:
-    """Run `body` with an engine whose start `stop` cancels; once it is ready, `stop` is the body's business."""
-    with trio.CancelScope() as loading, show_progress() as progress:
-        async with open_services() as watchers:
-            watchers.start_soon(then, stop.wait, loading.cancel)
-            async with open_engine(progress=progress, **msgspec.structs.asdict(config)) as llm:
-                watchers.cancel()
-                await body(llm)
+def _nothing() -> None:
+    """Do nothing."""
+
+
+async def with_engine(
+    config: EngineConfig,
+    stop: trio.Event,
+    body: Callable[[AsyncLLM], Awaitable[None]],
+    *,
+    give_up: Callable[[], None] = _nothing,
+) -> None:
+    """Run `body` with an engine whose start `stop` cancels; once it is ready, `stop` is the body's business.
+
+    `give_up` is called before a start is cancelled. Of a start that was given up nobody wants to know any more how it
+    would have failed: whoever stops all processes of a service at once also stops an engine that loads.
+    """
+    is_loading = True
+    try:
+        with trio.CancelScope() as loading, show_progress() as progress:
+
+            def cancel() -> None:
+                give_up()
+                loading.cancel()
+
+            async with open_services() as watchers:
+                watchers.start_soon(then, stop.wait, cancel)
+                async with open_engine(progress=progress, **msgspec.structs.asdict(config)) as llm:
+                    watchers.cancel()
+                    is_loading = False
+                    await body(llm)
+    except EngineDeadError as death:
+        if not (is_loading and stop.is_set()):
+            raise
+        logger.debug("the start was given up: %s", death)
 
 
 async def until_stopped(stop: trio.Event, body: Callable[[], Awaitable[object]]) -> None:

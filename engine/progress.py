@@ -20,24 +20,26 @@ def show_progress() -> Iterator[Progress]:
     """Give a callback `(phase, done, total)` that draws one bar a phase; nothing is drawn off a terminal.
 
     A bar is there from the first call that has a total, and gone once that is reached or another phase begins, so that
-    what is logged then finds an empty line.
+    what is logged then finds an empty line. Engines that start side by side, whose phases read "engine 1: weights",
+    have a bar each.
     """
-    bar: tqdm | None = None
-    shown = ""
+    bars: dict[str, tuple[str, tqdm]] = {}
 
     def progress(phase: str, done: int, total: int) -> None:
-        nonlocal bar, shown
+        source = phase.rpartition(": ")[0]
+        shown, bar = bars.get(source, ("", None))
         if bar is not None and (phase != shown or done >= total):
             bar.close()
+            del bars[source]
             bar = None
         if bar is None and done < total and total >= _SHOWN_FROM:
             bar = tqdm(total=total, desc=phase, leave=False, disable=None)
-        shown = phase
+            bars[source] = phase, bar
         if bar is not None:
             bar.update(done - bar.n)
 
     try:
         yield progress
     finally:
-        if bar is not None:
+        for _, bar in bars.values():
             bar.close()

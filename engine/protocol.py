@@ -2,7 +2,7 @@
 
 ::
 
-    client → engine   Configure, EngineCoreRequest, AbortRequest, UtilityCall, Shutdown, Acknowledge
+    client → engine   Configure, EngineCoreRequest, AbortRequest, UtilityCall, Drain, Shutdown, Acknowledge
     engine → client   EngineHello, StartProgress, EngineReady, EngineCoreOutputs, EngineDead, EngineStopped
 
 Exactly one `EngineCoreOutput` with a finish reason comes back for each accepted request, and it is the last one for
@@ -21,6 +21,11 @@ from engine.errors import Cause
 from engine.metrics import SchedulerStats
 from engine.outputs import Capacity, FinishReason, Logprobs, RequestId
 from engine.sampling_params import SamplingParams
+from engine.verbs import Pause as Pause
+from engine.verbs import PauseMode as PauseMode
+from engine.verbs import ResetPrefixCache as ResetPrefixCache
+from engine.verbs import Resume as Resume
+from engine.verbs import Verb as Verb
 
 PROTOCOL_VERSION = 1
 
@@ -97,45 +102,24 @@ class AbortRequest(Message, frozen=True):
     reason: AbortReason = AbortReason.CLIENT
 
 
-class PauseMode(enum.StrEnum):
-    """What pausing does with running requests: end them, let them finish, or freeze them."""
-
-    ABORT = "abort"
-    WAIT = "wait"
-    KEEP = "keep"
-
-
-class ResetPrefixCache(Message, frozen=True):
-    """Forget all cached prefixes; with `reset_running` also preempt whoever runs. Result: whether it was done."""
-
-    reset_running: bool = False
-
-
-class Pause(Message, frozen=True):
-    """Stop admitting (abort, wait) or stepping (keep) until `Resume`. Result: None, once nothing runs."""
-
-    mode: PauseMode = PauseMode.ABORT
-
-
-class Resume(Message, frozen=True):
-    """Undo `Pause`. Result: None."""
-
-
-Verb = ResetPrefixCache | Pause | Resume
-"""All that can be asked of a running engine beside requests; decoded by type at the door."""
-
-
 class UtilityCall(Message, frozen=True):
-    """A verb with its correlation id; set by the client."""
+    """A verb with its correlation id; set by the client.
+
+    The verb is read where it is run (`engine.verbs.read_verb`): one that is wrong is answered under its id.
+    """
 
     call_id: int
-    verb: Verb
+    verb: Any
 
 
 class Configure(Message, frozen=True):
     """The engine's settings, answered to its hello; set by launch.py."""
 
     config: EngineConfig
+
+
+class Drain(Message, frozen=True):
+    """Take nothing new, neither requests nor verbs; what was accepted runs on, also where it was paused or asleep."""
 
 
 class Shutdown(Message, frozen=True):
@@ -146,7 +130,7 @@ class Acknowledge(Message, frozen=True):
     """The client has read the engine's last word; the engine may exit."""
 
 
-ClientMessage = Configure | EngineCoreRequest | AbortRequest | UtilityCall | Shutdown | Acknowledge
+ClientMessage = Configure | EngineCoreRequest | AbortRequest | UtilityCall | Drain | Shutdown | Acknowledge
 
 
 class EngineCoreEvent(Message, frozen=True):
@@ -228,11 +212,12 @@ class EngineHello(Message, frozen=True):
 
 
 class StartProgress(Message, frozen=True):
-    """Where the start is; set by the executor. `total` 0 means unknown."""
+    """Where the start of the engine of that data-parallel rank is; set by the executor. `total` 0 means unknown."""
 
     phase: str
     done: int = 0
     total: int = 0
+    engine_index: int = 0
 
 
 class EngineReady(Message, frozen=True):
@@ -279,6 +264,7 @@ class EngineDead(Message, frozen=True):
     """The engine ended by a failure; its last word. Set by the server."""
 
     cause: Cause
+    engine_index: int = 0
 
 
 class EngineStopped(Message, frozen=True):

@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 
 from engine.errors import InvalidRequest
+from engine.structured_output.params import StructuredOutputsParams as StructuredOutputsParams  # part of this interface
+from engine.structured_output.params import structured_outputs_params as structured_outputs_params
 
 MAX_N = 128
 """Most completions one request may ask for."""
@@ -106,6 +108,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         min_tokens: No end (EOS, stop token or stop string) before this many tokens.
         stop: Strings that end the text.
         stop_token_ids: Token ids that end the text.
+        structured_outputs: The form the text must have, see `StructuredOutputsParams`; a complete text that nothing can
+            follow ends the request with reason stop, also below `min_tokens` and with `ignore_eos`.
         repetition_detection: End output that goes round in circles; see `RepetitionDetection`.
         skip_reading_prefix_cache: Compute the whole prompt, whatever is cached; what is computed can still be hit.
         ignore_eos: Go on past the end-of-sequence token.
@@ -134,6 +138,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     min_tokens: int = 0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    structured_outputs: StructuredOutputsParams | None = None
     repetition_detection: RepetitionDetection | None = None
     skip_reading_prefix_cache: bool = False
     ignore_eos: bool = False
@@ -185,6 +190,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         detection: Any = self.repetition_detection
         if detection is not None and not isinstance(detection, RepetitionDetection):
             msgspec.structs.force_setattr(self, "repetition_detection", _repetition_detection(detection))
+        if self.structured_outputs is not None:
+            msgspec.structs.force_setattr(
+                self, "structured_outputs", structured_outputs_params(self.structured_outputs)
+            )
         if self.output_kind is not None:
             msgspec.structs.force_setattr(self, "output_kind", _output_kind(self.output_kind))
 

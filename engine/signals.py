@@ -1,7 +1,7 @@
 """What SIGINT and SIGTERM do to a program: the first asks it to stop, the second cancels it, the third ends it.
 
-The handler itself does nothing: Trio's receiver hands the signal to a task. Taken from the program's first moment on,
-so that no signal falls between.
+The handler itself does nothing: Trio's receiver hands the signal to a task. What signals do before and after is in
+engine/early_signals.py, so that none falls between.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import trio
 
+from engine.early_signals import mark_begun
 from engine.task_tree import answer_signals
 
 logger = logging.getLogger(__name__)
@@ -33,7 +34,7 @@ async def run_until_stopped(
     """Run `body(stop)` and return its exit code; `stop` is set by the first signal.
 
     A second signal cancels the body, whatever it is waiting for, and makes the exit code 128 + signal; after
-    `AT_ONCE_S`, or a third signal, the process ends on the spot, and with it its children (transport/process.py).
+    `AT_ONCE_S`, or a third signal, the process ends on the spot, and with it its children (transport/spawn.py).
     A signal for which `takes(number)` returns True has been dealt with and is not counted.
     """
     stop = trio.Event()
@@ -60,6 +61,7 @@ async def run_until_stopped(
                 os._exit(128 + number)
 
     with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
+        mark_begun()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watch, signals)
             await nursery.start(answer_signals)

@@ -1,7 +1,8 @@
 """What a process does right now, for whoever asks it with a signal: where to look when something hangs.
 
-SIGUSR1 writes the tree of Trio's tasks to standard error, each with the line at which it waits; it needs a loop that
-still turns. SIGUSR2 writes the Python stack of every thread and needs nothing but the interpreter.
+SIGUSR1 writes to standard error first what one asks first (engine alive, age of its last step, queues, sockets), said
+by those who own that state, see `telling`; then the tree of Trio's tasks, each with the line at which it waits. It
+needs a loop that still turns. SIGUSR2 writes the Python stack of every thread and needs nothing but the interpreter.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import PurePath
 from types import FrameType
 from typing import Any
@@ -24,15 +26,54 @@ MAX_ALIKE = 3
 _TRIO = str(PurePath(trio.__file__).parent)
 
 
+Tell = Callable[[], Iterable[str]]
+"""Returns lines about the state of its owner, now; must not wait nor fail."""
+
+_tellers: trio.lowlevel.RunVar[dict[object, tuple[str, Tell]]] = trio.lowlevel.RunVar("tellers")
+"""Of this run of Trio, as its tree of tasks is."""
+
+
+@contextmanager
+def telling(name: str, tell: Tell) -> Iterator[None]:
+    """Have the lines of `tell()` stand under `name` in this run's reports, during the block."""
+    tellers = _tellers.get({})
+    _tellers.set(tellers)
+    key = object()
+    tellers[key] = name, tell
+    try:
+        yield
+    finally:
+        del tellers[key]
+
+
+def report() -> str:
+    """Return what this process says of its state, and its tasks, as text."""
+    lines = [f"state of process {os.getpid()}:"]
+    for name, tell in _tellers.get({}).values():
+        lines += [f"  {name}:", *(f"    {line}" for line in tell())]
+    return "\n".join([*lines, f"tasks of process {os.getpid()}:", draw_tasks()])
+
+
+def write_report() -> None:
+    """Write `report` to standard error."""
+    sys.stderr.write(f"{report()}\n")
+    sys.stderr.flush()
+
+
+def write_stacks() -> None:
+    """Write the Python stack of every thread to standard error, if that has a descriptor."""
+    with suppress(OSError, RuntimeError):
+        faulthandler.dump_traceback(all_threads=True)
+
+
 async def answer_signals(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-    """Write a tree at each SIGUSR1 until cancelled, and have SIGUSR2 write stacks. In the main thread only."""
+    """Write a report at each SIGUSR1 until cancelled, and have SIGUSR2 write stacks. In the main thread only."""
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     try:
         with trio.open_signal_receiver(signal.SIGUSR1) as signals:
             task_status.started()
             async for _ in signals:
-                sys.stderr.write(f"tasks of process {os.getpid()}:\n{draw_tasks()}\n")
-                sys.stderr.flush()
+                write_report()
     finally:
         faulthandler.unregister(signal.SIGUSR2)
 

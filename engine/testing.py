@@ -1,4 +1,4 @@
-"""What tests and fuzzers may use: a core driven on the integer model, with its invariants checked after each act.
+"""What tests and fuzzers may use: a core driven on the integer model, with its invariants checked.
 
 No product file imports this. The integer model is the oracle: every request's tokens must equal `expected_tokens`,
 whatever else ran, was aborted, preempted, or failed. What no later state shows is checked on the plans themselves: a
@@ -7,10 +7,11 @@ block that a plan in flight names is written by nobody else.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +23,7 @@ from engine.core import EngineCore
 from engine.errors import Cause
 from engine.executor.null import NullModelRunner, Windows, expected_tokens
 from engine.kv_cache.spec import num_skipped_blocks
-from engine.outputs import FinishReason, GrammarMasks, ModelRunnerOutput, RequestId, SchedulerOutput
+from engine.outputs import FinishReason, GrammarMasks, ModelRunnerOutput, RequestId, ScheduledRequest, SchedulerOutput
 from engine.protocol import AbortReason, EngineCoreOutput, EngineCoreRequest, PauseMode, SessionPart
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -30,23 +31,29 @@ from engine.structured_output.grammar import BITS_A_WORD
 
 __all__ = ["Completion", "CoreDriver", "NullModelRunner", "TestGrammar", "expected_tokens", "run_core"]
 
+AVAILABLE_MEMORY_BYTES = 2**30
+"""What the pages of a driver's runner may take: a constant, for asking the machine takes longer than a short run."""
 SIMULATED_FAILURE = Cause("SimulatedFailure", "the step was made to fail")
 
 
 class TestGrammar:
-    """A grammar of `length` tokens at most: each that, added to the sum of all before it, `step` divides."""
+    """A grammar of `length` tokens at most: each that, added to the sum of all before it, `step` divides.
+
+    A text of that many tokens is complete if the grammar `ends`; if not, it allows nothing more, which is an error.
+    """
 
     __test__ = False
 
-    def __init__(self, step: int, length: int) -> None:
+    def __init__(self, step: int, length: int, *, ends: bool = False) -> None:
         """Start with no token."""
         self.step = step
         self.length = length
+        self.ends = ends
         self._num_tokens = self._sum = 0
 
     def anew(self) -> TestGrammar:
         """Return the same grammar before any token."""
-        return TestGrammar(self.step, self.length)
+        return TestGrammar(self.step, self.length, ends=self.ends)
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
         """See `Grammar`."""
@@ -56,6 +63,16 @@ class TestGrammar:
             if self._sum % self.step or self._num_tokens > self.length:
                 return False
         return True
+
+    @property
+    def is_finished(self) -> bool:
+        """See `Grammar`."""
+        return self.ends and self._num_tokens == self.length
+
+    @property
+    def failure(self) -> str | None:
+        """See `Grammar`."""
+        return None
 
     def fill_bitmask(self, bitmask: GrammarMasks) -> None:
         """See `Grammar`."""
@@ -93,36 +110,38 @@ class LaunchedPlan:
     Attributes:
         plan: The plan.
         fails: Whether its step is to fail, or has failed.
+        corrupted: Whose row is to compute wrong K/V and to fail alone.
         masks: Of its grammar rows.
         output: The result of its step, once it was executed.
         follows_failure: Whether an earlier step, or a row of it, failed after this plan was made: rows may be void.
-        reads: For each row whose it is and which blocks it reads or writes.
+        reads: For each row whose it is, which blocks it reads or writes, and which it writes.
     """
 
     plan: SchedulerOutput
     fails: bool
+    corrupted: RequestId | None = None
     masks: GrammarMasks | None = None
     output: ModelRunnerOutput | None = None
     follows_failure: bool = False
-    reads: list[tuple[EngineCoreRequest | RequestId, set[int]]] = field(default_factory=list)
+    reads: list[tuple[EngineCoreRequest | RequestId, set[int], set[int]]] = field(default_factory=list)
 
 
 class CoreDriver:
     """A core with a runner, a clock that ticks once a call, and all outputs collected by request."""
 
     def __init__(
-        self, core: EngineCore, runner: NullModelRunner, *, runs_late: bool = False, checks_plans: bool = True
+        self, core: EngineCore, runner: NullModelRunner, *, runs_late: bool = False, checks_acts: bool = True
     ) -> None:
         """Drive `core` on `runner`, which has been started.
 
         A plan runs when it is made or, with `runs_late`, only when its result is asked for: between the two nothing
-        that it refers to may change. Invariants are checked after each act, after a plan only if it `checks_plans`:
-        what a plan breaks shows at the latest when it ends.
+        that it refers to may change. Invariants are checked after each step and, if it `checks_acts`, after each
+        plan, abort and whatever else: what an act breaks shows at the latest when the next step ends.
         """
         self.core = core
         self.runner = runner
         self.runs_late = runs_late
-        self.checks_plans = checks_plans
+        self.checks_acts = checks_acts
         self.plans: deque[LaunchedPlan] = deque()
         self.completions: dict[RequestId, Completion] = {}
         self.requests: dict[RequestId, EngineCoreRequest] = {}
@@ -138,20 +157,27 @@ class CoreDriver:
         windows: Windows = (None, None),
         hash_salt: bytes = b"",
         runs_late: bool = False,
-        checks_plans: bool = True,
+        checks_acts: bool = True,
         **settings: Any,
     ) -> CoreDriver:
         """Make core and runner from the fields of `EngineConfig`."""
         config = EngineConfig.of(model="null", **settings)
-        runner = NullModelRunner(config, max_concurrent_plans, windows=windows)
+        runner = NullModelRunner(
+            config, max_concurrent_plans, windows=windows, available_memory=lambda: AVAILABLE_MEMORY_BYTES
+        )
         capacity = runner.start(lambda phase, done, total: None)
         core = EngineCore(config, capacity, hash_salt=hash_salt)
-        return cls(core, runner, runs_late=runs_late, checks_plans=checks_plans)
+        return cls(core, runner, runs_late=runs_late, checks_acts=checks_acts)
 
     @property
     def live_requests(self) -> Collection[Request]:
         """All requests that have not ended."""
         return self.core._requests.values()
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often a request's blocks were taken back."""
+        return self.core._scheduler.num_preemptions
 
     def is_live(self, request: EngineCoreRequest | RequestId) -> bool:
         """Whether this very request, added here, has not ended."""
@@ -192,7 +218,7 @@ class CoreDriver:
             self.past.append((self.requests[request.request_id], self.completions[request.request_id]))
         self.requests[request.request_id] = request
         self.completions[request.request_id] = Completion()
-        self.check()
+        self._end_act()
         return request.request_id
 
     def set_grammar(self, name: str, grammar: TestGrammar | Cause) -> None:
@@ -200,36 +226,37 @@ class CoreDriver:
         if isinstance(grammar, TestGrammar):
             self.completions[RequestId(name)].grammar = grammar.anew()
         self.core.set_grammar(RequestId(name), grammar)
-        self.check()
+        self._end_act()
 
     def extend(self, name: str, prompt: Sequence[int], **params: Any) -> None:
         """Add the next part of a session; an empty one ends it."""
         part = SessionPart(RequestId(name), list(prompt), _sampling_params(**{"temperature": 0.0, **params}))
         self.core.extend(part)
         self.completions[part.request_id].parts.append(part)
-        self.check()
+        self._end_act()
 
     def abort(self, *names: str, reason: AbortReason = AbortReason.CLIENT) -> None:
         """Abort these requests."""
         self.core.abort([RequestId(name) for name in names], reason)
-        self.check()
+        self._end_act()
 
-    def plan(self, *, fails: bool = False) -> SchedulerOutput | None:
+    def plan(self, *, fails: bool = False, corrupts: int | None = None) -> SchedulerOutput | None:
         """Make the next plan and execute it, unless its step is to fail.
 
-        A plan that needs the tokens of a failed one fails too, as on a real executor.
+        A plan that needs the tokens of a failed one fails too, as on a real executor. Of one that runs, the
+        `corrupts`-th row computes wrong K/V, so that whoever relies on them gets wrong tokens, and fails alone.
         """
         plan = self.core.plan(self._tick())
         if plan is not None:
-            launched = LaunchedPlan(plan, fails, self.core.grammar_masks(plan))
+            rows = plan.requests
+            corrupted = None if corrupts is None or not rows else rows[corrupts % len(rows)].request_id
+            launched = LaunchedPlan(plan, fails, corrupted, self.core.grammar_masks(plan))
             self._check_blocks(launched)
+            _check_common_prefix(plan)
             self.plans.append(launched)
             if not self.runs_late:
                 self._execute(launched)
-            if self.checks_plans:
-                self.check()
-            else:
-                self._collect()
+            self._end_act()
             return plan
         if self.core.has_work:
             assert self.core.waits_for is not None, "there is work, no plan, and nothing that will change it"
@@ -257,7 +284,8 @@ class CoreDriver:
         if output is not None:
             for row, token_ids in zip(plan.requests, output.sampled_token_ids, strict=True):
                 token_ids += (more or {}).get(row.request_id, ())
-            failed = {**output.failed, **{RequestId(name): SIMULATED_FAILURE for name in broken}}
+            names = [*broken] if launched.corrupted is None else [*broken, launched.corrupted]
+            failed = {**output.failed, **{RequestId(name): SIMULATED_FAILURE for name in names}}
             self.core.commit(plan, msgspec.structs.replace(output, failed=failed), self._tick())
         else:
             self.core.fail(plan, SIMULATED_FAILURE, None if blamed is None else [RequestId(name) for name in blamed])
@@ -270,17 +298,17 @@ class CoreDriver:
     def pause(self, mode: PauseMode) -> None:
         """Pause."""
         self.core.pause(mode)
-        self.check()
+        self._end_act()
 
     def resume(self) -> None:
         """Undo the pause."""
         self.core.resume()
-        self.check()
+        self._end_act()
 
     def reset_prefix_cache(self, *, reset_running: bool = False) -> bool:
         """Reset the prefix cache; returns whether it was done."""
         done = self.core.reset_prefix_cache(reset_running)
-        self.check()
+        self._end_act()
         return done
 
     def step(self) -> SchedulerOutput | None:
@@ -310,7 +338,8 @@ class CoreDriver:
         if launched.fails or launched.output is not None:
             return
         try:
-            self.runner.execute(launched.plan)
+            with _corrupting(self.runner, launched.corrupted):
+                self.runner.execute(launched.plan)
             launched.output = self.runner.sample(launched.masks)
         except KeyError:
             earlier = itertools.takewhile(lambda other: other is not launched, self.plans)
@@ -323,19 +352,20 @@ class CoreDriver:
 
         Rows of plans that follow a failed step count for nothing.
         """
-        block_size = self.core.capacity.block_size
+        block_size, groups = self.core.capacity.block_size, self.core.capacity.kv_cache_groups
+        earlier_reads = [read for earlier in self.plans if not earlier.follows_failure for read in earlier.reads]
         for row in launched.plan.requests:
             owner = self.requests.get(row.request_id, row.request_id)
-            tables = [table.tolist() for table in row.block_tables]
             first, last = row.start // block_size, (row.start + row.num_tokens - 1) // block_size
-            written = {block for table in tables for block in table[first : last + 1]}
-            counting = (earlier.reads for earlier in self.plans if not earlier.follows_failure)
-            for other, read in itertools.chain(*counting, launched.reads):
-                taken = other is not owner and written & read
+            written: set[int] = set()
+            read: set[int] = set()
+            for table, group in zip(map(np.ndarray.tolist, row.block_tables), groups, strict=True):
+                written.update(table[first : last + 1])
+                read.update(table[num_skipped_blocks(group, row.start, block_size) :])
+            for other, other_read, _ in itertools.chain(earlier_reads, launched.reads):
+                taken = other is not owner and written & other_read
                 assert not taken, f"{row.request_id} writes blocks {taken}, which an earlier row in flight reads"
-            windows = zip(tables, self.core.capacity.kv_cache_groups, strict=True)
-            seen = (table[num_skipped_blocks(group, row.start, block_size) :] for table, group in windows)
-            launched.reads.append((owner, set().union(*seen)))
+            launched.reads.append((owner, read, written))
 
     def num_cached_tokens(self, request: Request) -> int:
         """Return how many tokens of `request` one could hit who comes with the same."""
@@ -346,17 +376,51 @@ class CoreDriver:
         return self.now
 
     def check(self) -> None:
-        """Check the core's invariants and collect its outputs; called after each act."""
+        """Check the core's invariants and collect its outputs."""
         self.core.check_invariants()
         self._collect()
 
+    def _end_act(self) -> None:
+        if self.checks_acts:
+            self.check()
+        else:
+            self._collect()
+
     def _collect(self) -> None:
         for output in self.core.take_outputs():
-            completion = self.completions.setdefault(output.request_id, Completion())
+            completion = self.completions.get(output.request_id)
+            if completion is None:  # of a request that the core was given by others
+                completion = self.completions[output.request_id] = Completion()
             assert completion.finish_reason is None, f"{output.request_id}: an output after the terminal one"
             completion.outputs.append(output)
             self.num_outputs += 1
             completion.token_ids += output.new_token_ids
+
+
+@contextlib.contextmanager
+def _corrupting(runner: NullModelRunner, request_id: RequestId | None) -> Iterator[None]:
+    """Let the rows of `request_id`, if any, write wrong K/V while the block lasts."""
+    write = runner._write
+
+    def write_wrong(layer: int, row: ScheduledRequest, numbers: Any) -> None:
+        write(layer, row, numbers ^ 1 if row.request_id == request_id else numbers)
+
+    if request_id is not None:
+        vars(runner)["_write"] = write_wrong
+    try:
+        yield
+    finally:
+        vars(runner).pop("_write", None)
+
+
+def _check_common_prefix(plan: SchedulerOutput) -> None:
+    """Check that the leading blocks which all rows are said to share are the same in all their tables."""
+    for group, num_common in enumerate(plan.num_common_prefix_blocks):
+        if num_common:
+            leading = {tuple(row.block_tables[group][:num_common].tolist()) for row in plan.requests}
+            shared = min(leading, default=())
+            assert len(leading) <= 1, f"{num_common} leading blocks are said to be shared, and differ: {leading}"
+            assert not leading or len(shared) == num_common, f"{num_common} are said to be shared, and are {shared}"
 
 
 @functools.lru_cache(maxsize=4096)

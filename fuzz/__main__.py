@@ -7,15 +7,27 @@ import math
 from functools import partial
 
 from engine.scheduler.policy import POLICIES
-from fuzz import driver, faults, http, kills, kv_cache, scheduler
+from fuzz import cancellations, driver, faults, http, kills, kv_cache, lifecycle, races, scheduler, transport
 
 TARGETS = {
+    "cancellations": cancellations.run,
     "faults": faults.run,
     "http": http.run,
     "kills": kills.run,
     "kv_cache": partial(driver.run, kv_cache.TARGET),
+    "lifecycle": lifecycle.run,
+    "races": races.run,
     "scheduler": partial(driver.run, scheduler.TARGET),
+    "transport": transport.run,
 }
+
+_OPTIONS = {
+    "scheduling_policy": ("scheduler", "policy"),
+    "record": ("faults", "record"),
+    "model": ("lifecycle", "model"),
+    "rounds": ("lifecycle", "rounds"),
+}
+"""For each option of a target: whose it is, and its flag."""
 
 
 def main() -> None:
@@ -26,14 +38,16 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="of the histories (default 0)")
     parser.add_argument("--policy", choices=sorted(POLICIES), help="scheduler: this policy only (default: any)")
     parser.add_argument("--record", action="store_true", help="faults: keep the histories that find them as tests")
+    parser.add_argument("--model", help="lifecycle: serve this model (default null)")
+    parser.add_argument("--rounds", type=int, help="lifecycle: most rounds (default: as many as the time allows)")
     arguments = parser.parse_args()
     if not 0 < arguments.minutes < math.inf:
         parser.error(f"--minutes must be above 0 and finite, got {arguments.minutes}")
-    if arguments.policy is not None and arguments.target != "scheduler":
-        parser.error(f"--policy goes with the target scheduler, not with {arguments.target}")
-    if arguments.record and arguments.target != "faults":
-        parser.error(f"--record goes with the target faults, not with {arguments.target}")
-    options = {"scheduling_policy": arguments.policy, "record": arguments.record or None}
+    options = {name: getattr(arguments, attribute) or None for name, (_, attribute) in _OPTIONS.items()}
+    for name, value in options.items():
+        target, attribute = _OPTIONS[name]
+        if value is not None and arguments.target != target:
+            parser.error(f"--{attribute} goes with the target {target}, not with {arguments.target}")
     given = {name: value for name, value in options.items() if value is not None}
     TARGETS[arguments.target](arguments.minutes, arguments.seed, **given)
 

@@ -20,13 +20,18 @@ class Coverage:
 
     def __init__(self) -> None:
         """Start with nothing met."""
-        self.events: Counter[tuple[str, str]] = Counter()
+        self._events: Counter[tuple[str, object]] = Counter()
         self.moves: Counter[Move] = Counter()
 
     def saw(self, event: str, statuses: Iterable[object]) -> None:
         """`event` has happened while requests were in `statuses`."""
         for status in statuses:
-            self.events[event, str(status)] += 1
+            self._events[event, status] += 1
+
+    @property
+    def events(self) -> Counter[tuple[str, str]]:
+        """How often each event has happened while requests were in each status, by their names."""
+        return Counter({(event, str(status)): number for (event, status), number in self._events.items()})
 
     @contextlib.contextmanager
     def recording_moves(self) -> Iterator[None]:
@@ -51,15 +56,15 @@ class Coverage:
     def summary(self) -> str:
         """Return the coverage in a few words, for a line of progress."""
         moves = f"{len(LEGAL_MOVES & self.moves.keys())}/{len(LEGAL_MOVES)} moves, " if self.moves else ""
-        return f"{moves}{len(self.events)} pairs of status and event"
+        return f"{moves}{len(self._events)} pairs of status and event"
 
     def report(self) -> str:
         """Return two tables: events by status, and legal moves with how often each was taken."""
-        events = sorted({event for event, _ in self.events})
-        statuses = sorted({status for _, status in self.events})
+        counts = self.events
+        events, statuses = sorted({event for event, _ in counts}), sorted({status for _, status in counts})
         short = {status: status.removeprefix("FINISHED_").removeprefix("WAITING_FOR_")[:12] for status in statuses}
         lines = [f"{'event':<16}" + "".join(f"{short[status]:>13}" for status in statuses)]
-        lines += [f"{event:<16}" + "".join(f"{self.events[event, one]:>13}" for one in statuses) for event in events]
+        lines += [f"{event:<16}" + "".join(f"{counts[event, one]:>13}" for one in statuses) for event in events]
         if not self.moves:
             return "\n".join(lines)  # a target without a scheduler
         lines += ["", "legal moves"]

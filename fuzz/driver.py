@@ -37,15 +37,17 @@ class Failure(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """How far a run is."""
+    """How far a run is; `cpu_seconds` are those that it had a processor."""
 
     num_histories: int
     num_steps: int
     seconds: float
+    cpu_seconds: float
 
     def __str__(self) -> str:
-        rate = self.num_steps / max(self.seconds, 1e-9)
-        return f"{self.num_histories} histories, {self.num_steps} steps in {self.seconds:.1f} s, {rate:.0f} steps/s"
+        rate, cpu_rate = (self.num_steps / max(seconds, 1e-9) for seconds in (self.seconds, self.cpu_seconds))
+        done = f"{self.num_histories} histories, {self.num_steps} steps in {self.seconds:.1f} s"
+        return f"{done}, {rate:.0f} steps/s, {cpu_rate:.0f} per CPU second"
 
 
 def _silent(progress: Progress) -> None:
@@ -73,7 +75,7 @@ class Run:
 
     def __init__(self, target: Target, seed: int, **fixed: Any) -> None:
         """Run `target`; `fixed` settings are not drawn."""
-        self.progress = Progress(0, 0, 0.0)
+        self.progress = Progress(0, 0, 0.0, 0.0)
         self.coverage = Coverage()
         self._target = target
         self._seed = seed
@@ -84,11 +86,13 @@ class Run:
     ) -> Failure | None:
         """Replay until one fails, which is returned, or as many or as long as may be; at least one is replayed."""
         begin = told = time.monotonic()
+        begin_cpu = time.process_time()
         with self.coverage.recording_moves(), _collecting_seldom():
             while True:
                 failure = self._replay_next()
                 now = time.monotonic()
-                self.progress = self.progress._replace(seconds=now - begin)
+                cpu_seconds = time.process_time() - begin_cpu
+                self.progress = self.progress._replace(seconds=now - begin, cpu_seconds=cpu_seconds)
                 if failure or now - begin >= max_seconds or self.progress.num_histories >= max_histories:
                     return failure
                 if now - told >= PROGRESS_INTERVAL_S:

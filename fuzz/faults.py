@@ -10,6 +10,7 @@ planting or finding raises `LookupError`: rewrite the fault, do not drop it.
 from __future__ import annotations
 
 import contextlib
+import copy
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -97,17 +98,21 @@ def _released_at_once(release: Method, manager: KVCacheManager, request: Request
     release(manager, request, None)
 
 
-def _published_in_advance(publish: Method, manager: KVCacheManager, request: Request, step: int) -> None:
-    num_computed = request.num_computed_tokens
-    room = len(manager.block_tables(request)[0]) * manager.block_size
-    request.num_computed_tokens = min(request.num_tokens, room)
-    publish(manager, request, step)
+def _publish_in_advance(manager: KVCacheManager, request: Request, step: int) -> None:
+    num_computed, num_slots = request.num_computed_tokens, manager._tables[request.request_id].num_slots
+    request.num_computed_tokens = min(request.num_tokens, num_slots)
+    manager.publish(request, step)
     request.num_computed_tokens = num_computed
+
+
+def _published_in_advance(add_row: Method, this: Scheduler, request: Request, *args: Any) -> None:
+    add_row(this, request, *args)
+    _publish_in_advance(this._kv_cache, request, request.last_step)
 
 
 def _cached_when_it_leaves(release: Method, manager: KVCacheManager, request: Request, held_until: int | None) -> None:
     if held_until is not None:
-        _published_in_advance(KVCacheManager.publish, manager, request, held_until)
+        _publish_in_advance(manager, request, held_until)
     release(manager, request, held_until)
 
 
@@ -140,10 +145,12 @@ def _last_token_hit_too(match: Method, manager: KVCacheManager, request: Request
     return found
 
 
-def _table_of_an_earlier_life(block_tables: Method, manager: KVCacheManager, request: Request) -> Any:
-    tables = block_tables(manager, request)
-    earlier = vars(manager).setdefault("earlier_tables", {})
-    return earlier.setdefault((request.request_id, len(tables[0])), tables)
+def _table_of_an_earlier_life(grow: Method, manager: KVCacheManager, request: Request, num_tokens: int) -> Any:
+    tables = grow(manager, request, num_tokens)
+    if tables is not None:
+        earlier = vars(manager).setdefault("earlier_tables", {})
+        tables = copy.copy(earlier.setdefault((request.request_id, tables.num_slots), tables))
+    return tables
 
 
 def _abort_forgets_the_tables(abort: Method, core: EngineCore, *args: Any) -> None:
@@ -153,6 +160,21 @@ def _abort_forgets_the_tables(abort: Method, core: EngineCore, *args: Any) -> No
 
 def _nothing(original: Method, *args: Any) -> None:
     pass
+
+
+def _reads_nothing(trace: Method, *args: Any) -> Any:
+    return set(), trace(*args)[1]
+
+
+def _complete_text_goes_on(
+    told_grammar: Method, core: EngineCore, request: Request, grammar: Any, token_ids: Any, status: Any, cause: Any
+) -> Any:
+    told = told_grammar(core, request, grammar, token_ids, status, cause)
+    return told if told[0] is not RequestStatus.FINISHED_STOPPED else (status, cause)
+
+
+def _nine_common_blocks(original: Method, manager: KVCacheManager, running: Sequence[Request]) -> tuple[int, ...]:
+    return tuple(9 for _ in original(manager, running))
 
 
 def _salt_not_hashed(hashes: Method, cache: PrefixCache, request: Request) -> Any:
@@ -166,18 +188,23 @@ FAULTS: dict[str, Fault] = {
     "a reference is not dropped": Fault(BlockPool, "release", _release_drops_too_few),
     "a reference is dropped twice": Fault(BlockPool, "release", _release_drops_twice),
     "blocks are freed while a plan names them": Fault(KVCacheManager, "release", _released_at_once),
-    "blocks are published before they are full": Fault(KVCacheManager, "publish", _published_in_advance),
+    "blocks are published before they are full": Fault(Scheduler, "_add_row", _published_in_advance),
     "a partial block is cached when its owner leaves": Fault(KVCacheManager, "release", _cached_when_it_leaves),
     "a victim has a row in the same plan": Fault(Scheduler, "preempt", _victim_with_a_row),
     "a token in flight is dropped": Fault(Scheduler, "_take_in", _late_input_samples_nothing),
     "late tokens of the preempted are dropped": Fault(Scheduler, "_take_in", _preempted_gets_nothing),
     "late tokens of the preempted are not told": Fault(Scheduler, "_take_in", _preempted_is_told_nothing),
     "the last token is hit too": Fault(KVCacheManager, "match", _last_token_hit_too),
-    "a stale table is kept": Fault(KVCacheManager, "block_tables", _table_of_an_earlier_life),
+    "a stale table is kept": Fault(KVCacheManager, "grow", _table_of_an_earlier_life),
     "an abort forgets the tables": Fault(EngineCore, "abort", _abort_forgets_the_tables),
     "evicted blocks keep their hash": Fault(PrefixCache, "forget", _nothing),
     "what a failed step published stays": Fault(KVCacheManager, "retract", lambda retract, manager: set()),
     "who relies on a failed step goes on": Fault(KVCacheManager, "relies_on", lambda relies_on, *args: False),
+    "what a failed row computed stays": Fault(KVCacheManager, "forget", _nothing),
+    "who relies on a failed row goes on": Fault(KVCacheManager, "trace", _reads_nothing),
+    "a step that has ended stays uncommitted": Fault(PrefixCache, "commit", _nothing),
+    "a complete text goes on": Fault(EngineCore, "_told_grammar", _complete_text_goes_on),
+    "nine common blocks are claimed": Fault(KVCacheManager, "num_common_prefix_blocks", _nine_common_blocks),
     "blocks are not published again after a rewind": Fault(KVCacheManager, "rewind", _nothing),
     "the salt is not hashed": Fault(PrefixCache, "hashes", _salt_not_hashed, kv_cache.TARGET),
 }

@@ -39,7 +39,13 @@ class Drawn:
     def draw(cls, draw: random.Random) -> Self:
         """Draw one."""
         number = draw.random
-        return cls(**{name: values[int(number() * len(values))] for name, values in cls.choices()})
+        return cls._made(*[values[int(number() * len(values))] for _, values in cls.choices()])
+
+    @classmethod
+    @functools.lru_cache(maxsize=4096)
+    def _made(cls, *values: Any) -> Self:
+        """Make one of these values; equal ones are one object, which nobody can change."""
+        return cls(*values)
 
     def given(self) -> dict[str, Any]:
         """Return the fields that differ from their plainest value."""
@@ -55,11 +61,11 @@ class Operation(Drawn):
     weight: ClassVar[int] = 1
 
     def event(self, simulation: Any) -> str | None:
-        """Return what will happen, for the coverage; None where the operation cannot be applied now."""
+        """Return what will happen, for the coverage; None where the operation cannot be applied now, and is not."""
         return type(self).__name__.lower()
 
     def apply(self, simulation: Any) -> None:
-        """Do it; an operation that cannot be applied now does nothing."""
+        """Do it; only called where `event` says what will happen."""
         raise NotImplementedError
 
 

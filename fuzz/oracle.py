@@ -33,7 +33,7 @@ class Alone(NamedTuple):
 def run_alone(
     prompt: Sequence[int], params: SamplingParams, max_model_len: int, windows: Windows, grammar: Grammar | None = None
 ) -> Alone:
-    """Return what `prompt` gets by definition; where its grammar allows nothing more, an error."""
+    """Return what `prompt` gets by definition; where its grammar allows nothing more and is not finished, an error."""
     room = max_model_len - len(prompt)
     limit = max(0, room if params.max_tokens is None else min(room, params.max_tokens))
     tokens: list[int] = []
@@ -46,6 +46,8 @@ def run_alone(
             return Alone(tokens, FinishReason.STOP, None)
         if is_long_enough and token in params.stop_token_ids:
             return Alone(tokens, FinishReason.STOP, token)
+        if grammar is not None and grammar.is_finished:
+            return Alone(tokens, FinishReason.STOP, None)
         detection = params.repetition_detection if len(tokens) < limit and is_long_enough else None
         if detection is not None and ends_in_repetition(np.array(tokens), detection):
             return Alone(tokens, FinishReason.REPETITION, "repetition_detected")
@@ -93,9 +95,11 @@ def _check_turn(turn: Sequence[EngineCoreOutput], got: list[int], alone: Alone) 
     name = last.request_id
     assert got == alone.token_ids[: len(got)], f"{name} got {got}, alone it gets {alone.token_ids}"
     is_stop = reason is FinishReason.STOP and last.new_token_ids  # else a stop string, seen by the client, or a close
-    if is_stop or reason in (FinishReason.LENGTH, FinishReason.REPETITION):
+    has_ended = is_stop or reason in (FinishReason.LENGTH, FinishReason.REPETITION)
+    if has_ended:
         assert got == alone.token_ids, f"{name} ended after {got}, alone it gets {alone.token_ids}"
-        assert (reason, last.stop_reason) == alone[1:], f"{name}: {last}"
+    if has_ended or (got == alone.token_ids and alone.finish_reason is not FinishReason.ERROR):
+        assert (reason, last.stop_reason) == alone[1:], f"{name} ends with its last token, and not later: {last}"
 
 
 def check_victims(

@@ -1,7 +1,8 @@
 """Whatever order requests come, end, fail and are preempted in: each gets the tokens it gets alone, and one end.
 
 A history is a list of plain operations (`fuzz/history.py`) that `Simulation` applies to a core on the integer model,
-with tiny pools and up to four plans in flight. The core's invariants are checked after each operation. Beyond them:
+with tiny pools and up to four plans in flight. The core's invariants are checked after each step, and in a quarter of
+the histories after each operation. Beyond them:
 
 * each request's tokens, finish reason and stop reason are those of its run alone (`fuzz/oracle.py`);
 * exactly one end each, told to the runner exactly once;
@@ -32,6 +33,7 @@ from fuzz.oracle import check_completion, check_victims
 REPETITION = RepetitionDetection(max_pattern_size=3, min_count=2)
 STOP_TOKENS = tuple(range(32, 127, 12))
 """Tokens that stop or end a request that asks for it; about one in twelve of what the integer model says."""
+_AWAITING_GRAMMAR = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
 MAX_IDLE_STEPS = 2000
 """Steps without any output after which a core that has work is called stuck; a request here takes at most some 100."""
 
@@ -57,7 +59,7 @@ class Settings(Drawn):
     queue_timeout: float | None = choose(None, None, None, None, 9.0, 30.0)
     max_concurrent_plans: int = choose(1, 2, 3, 4)
     runs_late: bool = choose(False, True)
-    checks_plans: bool = choose(True, False, False, False)
+    checks_acts: bool = choose(True, False, False, False)
 
     def engine(self) -> dict[str, Any]:
         """Return the arguments of `CoreDriver.of`."""
@@ -130,25 +132,25 @@ class Compiled(Operation):
     index: int = choose(0, 1, 2)
     step: int = choose(1, 2, 7)
     length: int = choose(20, 3)
+    ends: bool = choose(False, True)
     fails: bool = choose(*[False] * 5, True)
 
-    def name(self, simulation: Simulation) -> str | None:
+    def name(self, simulation: Simulation) -> str:
         """Return whose it is."""
-        waiting = simulation.names_in(RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
-        return waiting[self.index % len(waiting)] if waiting else None
+        waiting = simulation.awaiting_grammar()
+        return waiting[self.index % len(waiting)]
 
     def event(self, simulation: Simulation) -> str | None:
         """Return what becomes of the grammar."""
-        if self.name(simulation) is None:
+        if not simulation.awaiting_grammar():
             return None
         return "no grammar" if self.fails else "grammar"
 
     def apply(self, simulation: Simulation) -> None:
         """Give it."""
-        name = self.name(simulation)
-        if name is not None:
-            grammar = Cause("BadGrammar", "it was made to fail") if self.fails else TestGrammar(self.step, self.length)
-            simulation.driver.set_grammar(name, grammar)
+        cause = Cause("BadGrammar", "it was made to fail")
+        grammar = cause if self.fails else TestGrammar(self.step, self.length, ends=self.ends)
+        simulation.driver.set_grammar(self.name(simulation), grammar)
 
 
 @dataclass(frozen=True, repr=False)
@@ -170,13 +172,12 @@ class Extend(Operation):
     def apply(self, simulation: Simulation) -> None:
         """Extend it."""
         sessions = simulation.open_sessions()
-        if sessions:
-            simulation.driver.extend(
-                sessions[self.index % len(sessions)],
-                [90 - position for position in range(self.length)],
-                max_tokens=self.max_tokens,
-                stop_token_ids=STOP_TOKENS if self.stops else (),
-            )
+        simulation.driver.extend(
+            sessions[self.index % len(sessions)],
+            [90 - position for position in range(self.length)],
+            max_tokens=self.max_tokens,
+            stop_token_ids=STOP_TOKENS if self.stops else (),
+        )
 
 
 @dataclass(frozen=True, repr=False)
@@ -200,10 +201,14 @@ class Abort(Operation):
 
 @dataclass(frozen=True, repr=False)
 class Plan(Operation):
-    """Make a plan, if one may be in flight; its step fails or not."""
+    """Make a plan, if one may be in flight; its step fails or not.
+
+    `corrupts` is the row that computes wrong K/V and fails alone, None for none.
+    """
 
     weight: ClassVar[int] = 40
     fails: bool = choose(*[False] * 14, True)
+    corrupts: int | None = choose(*[None] * 30, 0, 1, 2)
 
     def event(self, simulation: Simulation) -> str | None:
         """Return that a plan is made, unless as many as may be are in flight."""
@@ -211,16 +216,15 @@ class Plan(Operation):
 
     def apply(self, simulation: Simulation) -> None:
         """Make it."""
-        if self.event(simulation):
-            simulation.plan(self.fails)
+        simulation.plan(self.fails, self.corrupts)
 
 
 @dataclass(frozen=True, repr=False)
 class Finish(Operation):
     """Commit or fail the oldest plan.
 
-    `culprit` is the row blamed or broken alone, None for all or no row. `num_more` tokens more than one are sampled for
-    each row, where no later plan is in flight.
+    `culprit` is the row blamed, or told to have failed alone though it did not; None for all or no row. `num_more`
+    tokens more than one are sampled for each row, where no later plan is in flight.
     """
 
     weight: ClassVar[int] = 40
@@ -233,12 +237,12 @@ class Finish(Operation):
             return None
         if simulation.driver.plans[0].fails:
             return "fail"
-        return "commit" if self.culprit is None else "commit, row fails"
+        whole = self.culprit is None and simulation.driver.plans[0].corrupted is None
+        return "commit" if whole else "commit, row fails"
 
     def apply(self, simulation: Simulation) -> None:
         """End it."""
-        if simulation.driver.plans:
-            simulation.finish_step(self.culprit, self.num_more)
+        simulation.finish_step(self.culprit, self.num_more)
 
 
 @dataclass(frozen=True, repr=False)
@@ -314,9 +318,11 @@ class Simulation:
     def apply(self, operation: Operation) -> None:
         """Apply one operation; one that cannot be applied now does nothing."""
         event = operation.event(self)
+        if event is None:
+            return
         if isinstance(operation, Abort):
-            self.coverage.saw("abort", [self._state(operation.name(self))])
-        elif event is not None:
+            self.coverage.saw(event, [self._state(operation.name(self))])
+        else:
             self.coverage.saw(event, {request.status for request in self.driver.live_requests})
         operation.apply(self)
 
@@ -329,12 +335,12 @@ class Simulation:
         driver = self.driver
         driver.resume()
         num_idle, num_outputs = 0, -1
+        for name in self.awaiting_grammar():
+            driver.set_grammar(name, TestGrammar(1, 50))
+        for name in self.open_sessions():
+            driver.extend(name, ())
         while driver.core.has_work:
-            for name in self.names_in(RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR):
-                driver.set_grammar(name, TestGrammar(1, 50))
-            for name in self.open_sessions():
-                driver.extend(name, ())
-            self.plan(False)
+            self.plan()
             if driver.plans:
                 self.finish_step(None, 0)
             before, num_outputs = num_outputs, driver.num_outputs
@@ -348,9 +354,9 @@ class Simulation:
             check_completion(request, completion, driver.core.capacity.max_model_len, driver.runner.windows)
         assert sorted(self._told) == sorted(request.request_id for request, _ in everyone), "ends not told exactly once"
 
-    def names_in(self, status: RequestStatus) -> list[str]:
-        """Return the names of all requests in `status`, in order of arrival."""
-        return [request.request_id for request in self.driver.live_requests if request.status is status]
+    def awaiting_grammar(self) -> list[str]:
+        """Return the names of all requests that await a grammar, in order of arrival."""
+        return [request.request_id for request in self.driver.live_requests if request.status is _AWAITING_GRAMMAR]
 
     def open_sessions(self) -> list[str]:
         """Return the names of all sessions that take further parts."""
@@ -369,9 +375,9 @@ class Simulation:
         self._arrivals[name] = self._num_arrivals
         return name
 
-    def plan(self, fails: bool) -> None:
+    def plan(self, fails: bool = False, corrupts: int | None = None) -> None:
         """Make a plan."""
-        plan = self.driver.plan(fails=fails)
+        plan = self.driver.plan(fails=fails, corrupts=corrupts)
         if plan is not None:
             self._told += plan.finished_request_ids
             victims = plan.preempted_request_ids[self._num_untold :]
@@ -384,7 +390,7 @@ class Simulation:
 
     def count_untold(self) -> None:
         """Count who lost its blocks to a reset or a failure, or in vain, and is to be told by the next plan."""
-        self._num_untold = self.driver.core.stats().num_preemptions - self._num_told
+        self._num_untold = self.driver.num_preemptions - self._num_told
 
     def finish_step(self, culprit: int | None, num_more: int) -> None:
         """Commit or fail the oldest plan."""
@@ -401,32 +407,39 @@ class Simulation:
         self._check_publication()
 
     def _commit(self, launched: LaunchedPlan, guilty: list[RequestId], num_more: int) -> None:
-        """Commit the oldest plan, of whose rows those of `guilty` failed; whoever else samples must get its token."""
+        """Commit the oldest plan, of whose rows those of `guilty` failed; whoever else samples must get its token.
+
+        Unless it may have relied on one that failed alone: one that computes from what the plan itself fills.
+        """
         driver = self.driver
         more = self._more_tokens(launched.plan, num_more) if num_more else None
         sessions = {request.request_id for request in driver.live_requests if request.session is not None}
         numbers = {
             row.request_id: len(driver.completions[row.request_id].token_ids)
-            for row, (owner, _) in zip(launched.plan.requests, launched.reads, strict=True)
+            for row, (owner, _, _) in zip(launched.plan.requests, launched.reads, strict=True)
             if row.samples and driver.is_live(owner) and row.request_id not in guilty
             if row.request_id not in sessions  # the end of a turn makes its further rows void
         }
         counts = not launched.follows_failure
         driver.finish_step(broken=guilty, more=more)
-        broken = launched.output.failed if launched.output is not None else {}
-        if broken or guilty:
+        broken = {} if launched.output is None else {**launched.output.failed, **dict.fromkeys(guilty)}
+        if launched.corrupted is not None:
+            broken[launched.corrupted] = None
+        if broken:
             self._has_broken_rows = True
             self.count_untold()  # who relied on them computes anew
+            for name in numbers.keys() & _sharers(launched):
+                del numbers[name]
         for name, number in numbers.items():
             if name in broken:
                 continue  # its grammar allowed nothing more
             got = driver.completions[name].token_ids
             assert len(got) > number or not counts, f"{name} did not get the token that its row sampled"
 
-    def _state(self, name: str) -> str:
+    def _state(self, name: str) -> object:
         for request in self.driver.live_requests:
             if request.request_id == name:
-                return request.status.name
+                return request.status
         return "ENDED" if name in self.driver.completions else "UNKNOWN"
 
     def _more_tokens(self, plan: SchedulerOutput, num_more: int) -> dict[str, list[int]]:
@@ -463,6 +476,16 @@ class Simulation:
                 num_known = request.num_computed_tokens - self.settings.max_concurrent_plans
                 num_hit = self.driver.num_cached_tokens(request)
                 assert num_hit > num_known - self.settings.block_size, f"{request} can be hit for {num_hit} tokens only"
+
+
+def _sharers(launched: LaunchedPlan) -> set[RequestId]:
+    """Return whose rows read blocks that other rows of the same plan fill: if one of those fails, they compute anew."""
+    return {
+        row.request_id
+        for row, (_, read, own) in zip(launched.plan.requests, launched.reads, strict=True)
+        for _, _, filled in launched.reads
+        if filled is not own and not filled.isdisjoint(read)
+    }
 
 
 TARGET = Target(

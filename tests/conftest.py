@@ -13,6 +13,7 @@ import json
 import re
 import subprocess
 import sys
+import tempfile
 import threading
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import zmq
 
 from engine.models import DEFAULT
 from engine.models.store import resolve
@@ -55,6 +57,12 @@ def _sockets() -> set[str]:
         if link.startswith(("socket:", "anon_inode:[pidfd]", "anon_inode:[eventfd]")):
             links.add(f"{fd.name} {link}")
     return links
+
+
+@pytest.fixture(scope="session", autouse=True)
+def pyzmq_collector() -> None:
+    """Start pyzmq's collector thread, which the first zero-copy frame starts and which lives to the end."""
+    zmq.Frame(bytes(zmq.COPY_THRESHOLD), copy=False)
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +120,38 @@ def byte_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 ROOT = Path(__file__).parent.parent
+CHANGED_MAIN = """
+import os, signal, sys
+sys.path.insert(0, {root!r})
+from transport.process import child_guard
+child_guard()
+import msgspec
+from engine import engine_process, protocol
+from engine.executor.null import NullModelRunner
+rank = int(sys.argv[1])
+start, execute = NullModelRunner.start, NullModelRunner.execute
+{change}
+engine_process.main()
+"""
+
+
+@pytest.fixture
+def change_engines(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has engine processes run some code before their main; it knows its `rank`."""
+
+    def change(code: str) -> None:
+        monkeypatch.setattr("engine.handshake._MAIN", CHANGED_MAIN.format(root=str(ROOT), change=code))
+
+    return change
+
+
+@pytest.fixture
+def temporary_folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where this process's temporary files are; nothing may be left there. Its path is short enough for sockets."""
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        monkeypatch.setattr("tempfile.tempdir", folder)
+        yield Path(folder)
+        assert not os.listdir(folder)
 
 
 class ServerProcess:

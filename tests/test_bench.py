@@ -88,8 +88,8 @@ def test_profiling_changes_no_token_and_leaves_no_timer() -> None:
         outputs = llm.generate(workload.prompts(256), workload.params(), use_tqdm=False)
     expected = [expected_tokens(prompt, workload.params(), 10) for prompt in workload.prompts(256)]
     assert [output.outputs[0].token_ids for output in outputs] == expected
-    for part in (llm.core, llm.client, llm.runner):
-        assert not {"plan", "commit", "get_output", "execute"} & vars(part).keys()
+    for part in (llm.client.core, llm.client, llm.client.runner):
+        assert not {"plan", "commit", "peek_output", "execute"} & vars(part).keys()
     rows = profile.table().rows
     parts = [row for name, row in rows.items() if name != "total" and not name.startswith("beside")]
     assert sum(row[1] for row in parts) == pytest.approx(100)
@@ -125,6 +125,17 @@ def test_each_bench_prints_a_table_and_writes_json(
 
 
 @pytest.mark.slow
+def test_the_transport_is_measured_without_a_model(tmp_path: Path) -> None:
+    file = tmp_path / "report.json"
+    result = run("transport", "--num-messages", "20", "--json", str(file))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith("bench transport: num messages 20")
+    report = json.loads(file.read_text())
+    assert report["figures"]["small_messages_messages_per_s"] == report["one_way"]["100_B"]["messages_per_s"] > 0
+    assert all(figure > 0 for row in report["one_way"].values() for figure in row.values())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -132,6 +143,7 @@ def test_each_bench_prints_a_table_and_writes_json(
         (["throughput", "null", "--json", "no/such/folder"], "--json no/such/folder cannot be written"),
         (["throughput", "null", "--input-len", "9000"], "the prompt has 9000 tokens"),
         (["serve", "null", "--max-model-len", "10"], "the server answered 400"),
+        (["transport", "--num-messages", "1"], "--num-messages must be at least 2, got 1"),
         (["serve", "no-such-model"], "unknown model 'no-such-model'"),
         (["serve", "--url", "http://127.0.0.1:1"], "no server answers at http://127.0.0.1:1"),
         (["serve", "--url", "http://127.0.0.1:1", "--max-num-seqs", "3"], "--max-num-seqs cannot be given with --url"),

@@ -332,3 +332,11 @@ def test_code_of_a_model_is_refused_with_the_reason() -> None:
     result = run("generate", "null", "x", "--trust-remote-code")
     assert result.returncode == 2
     assert "code that comes with a model is never executed here" in result.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("closed", ["2>&-", "<&- 2>&-", "<&- >&- 2>&-"])
+def test_a_closed_standard_stream_is_no_reason_to_fail(closed: str) -> None:
+    command = f"exec {sys.executable} -m engine generate null hi --max-tokens 3 {closed}"
+    ended = subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, timeout=60, check=False)
+    assert (ended.returncode, len(ended.stdout) > 0) == (0, ">&-" not in closed.replace("2>&-", ""))

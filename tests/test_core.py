@@ -405,6 +405,42 @@ def test_a_row_that_fails_alone_ends_alone_and_nobody_hits_what_it_wrote() -> No
     assert_empty(driver)
 
 
+def test_who_shares_blocks_of_a_row_that_failed_alone_is_preempted_and_computes_them_itself() -> None:
+    driver = make_driver()
+    for name in ("a", "b"):
+        driver.add(name, prompt(10), max_tokens=4)
+    driver.add("other", prompt(10, 66), max_tokens=4)
+    plan = driver.plan()
+    assert plan is not None
+    assert [row.start for row in plan.requests] == [0, 8, 0]  # the second reads what the first computes in this step
+    driver.finish_step(broken=["a"])
+    plan = driver.plan()
+    assert plan is not None
+    assert plan.preempted_request_ids == ("b",)
+    assert {row.request_id: row.start for row in plan.requests} == {"other": 10, "b": 0}
+    driver.run()
+    assert driver.completions["a"].finish_reason is FinishReason.ERROR
+    for name in ("b", "other"):
+        assert driver.completions[name].token_ids == driver.expected(name, 4)
+    assert driver.completions["b"].event_kinds.count("preempted") == 1
+    assert_empty(driver)
+
+
+def test_what_a_sharer_has_in_flight_with_and_behind_a_row_that_failed_alone_counts_for_nothing() -> None:
+    driver = make_driver(max_concurrent_plans=2)
+    for name in ("a", "b"):
+        driver.add(name, prompt(10), max_tokens=4)
+    driver.plan()
+    driver.plan()
+    driver.finish_step(broken=["a"])
+    assert driver.completions["b"].token_ids == []  # its first token comes from what the failed row has computed
+    driver.finish_step()  # and so does its second
+    assert driver.completions["b"].token_ids == []
+    driver.run()
+    assert driver.completions["b"].token_ids == driver.expected("b", 4)
+    assert_empty(driver)
+
+
 def test_plans_end_in_the_order_in_which_they_were_made() -> None:
     driver = make_driver(max_concurrent_plans=2)
     driver.add("a", prompt(10))

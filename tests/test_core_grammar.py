@@ -33,10 +33,16 @@ class Tokens:
         self.accepted = accepted
         self.told: list[int] = []
         self.num_asked = 0
+        self.length: int | None = None
+        self.failure: str | None = None
 
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
         self.told += token_ids
         return all(token_id in self.accepted for token_id in token_ids)
+
+    @property
+    def is_finished(self) -> bool:
+        return len(self.told) == self.length
 
     def fill_bitmask(self, bitmask: GrammarMasks) -> None:
         self.num_asked += 1
@@ -332,3 +338,42 @@ def test_an_abort_wins_over_a_token_that_the_grammar_would_reject() -> None:
     driver.abort("a", reason=AbortReason.DISCONNECT)
     driver.finish_step()
     assert driver.completions["a"].finish_reason is FinishReason.ABORT
+
+
+@pytest.mark.parametrize(("length", "max_tokens"), [(3, 16), (3, 3), (1, 1)])
+def test_a_text_that_is_complete_is_a_stop_at_once_also_at_the_length_limit(length: int, max_tokens: int) -> None:
+    driver = make_driver()
+    add(driver, "a", prompt(4), max_tokens=max_tokens)
+    grammar = Tokens()
+    grammar.length = length
+    set_grammar(driver, "a", grammar)
+    driver.run()
+    completion = driver.completions["a"]
+    assert completion.token_ids == driver.expected("a", length)
+    assert (completion.finish_reason, completion.outputs[-1].stop_reason) == (FinishReason.STOP, None)
+    driver.core.check_invariants()
+
+
+def test_a_grammar_that_gave_up_ends_its_request_with_its_own_reason() -> None:
+    driver = make_driver()
+    for name in ("a", "b"):
+        add(driver, name, prompt(4))
+        grammar = Tokens(allowed=() if name == "a" else PRINTABLE)
+        grammar.failure = "too complex" if name == "a" else None
+        set_grammar(driver, name, grammar)
+    driver.run()
+    assert driver.completions["a"].outputs[-1].error == Cause("GrammarFailed", "the grammar cannot go on: too complex")
+    assert driver.completions["b"].token_ids == driver.expected("b", 16)
+
+
+def test_who_awaits_a_grammar_is_known_until_it_comes_or_the_request_ends() -> None:
+    driver = make_driver()
+    for name in ("a", "b"):
+        add(driver, name, prompt(4))
+    driver.add("plain", prompt(4))
+    assert [driver.core.awaits_grammar(RequestId(name)) for name in ("a", "b", "plain", "none")] == [True] * 2 + [
+        False
+    ] * 2
+    set_grammar(driver, "a", Tokens())
+    driver.core.abort([RequestId("b")])
+    assert not any(driver.core.awaits_grammar(RequestId(name)) for name in ("a", "b"))

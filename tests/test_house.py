@@ -48,6 +48,41 @@ def test_no_file_of_ours_imports_asyncio_or_pickle(path: Path) -> None:
         assert not {name.split(".")[0] for name in names} & {"asyncio", "pickle", "cloudpickle"}
 
 
+def test_transport_alone_knows_zmq() -> None:
+    for path in PRODUCT:
+        imports = re.search(r"^(import|from) zmq\b", path.read_text(), flags=re.MULTILINE)
+        assert imports is None or path.parent.name == "transport", path
+
+
+MAX_FUNCTION_LINES, MAX_NESTING = 60, 3
+PURE = [*(ROOT / "engine/scheduler").glob("*.py"), *(ROOT / "engine/kv_cache").glob("*.py"), ROOT / "engine/core.py"]
+BLOCKS = ast.If | ast.For | ast.While | ast.With | ast.Try | ast.Match
+
+
+def _nesting(node: ast.AST, is_elif: bool = False) -> int:
+    """Return how many blocks stand in one another at the deepest place in `node`; an elif is as deep as its if."""
+    others = node.orelse if isinstance(node, ast.If) else []
+    inner = [
+        _nesting(child, is_elif=isinstance(child, ast.If) and others == [child]) for child in ast.iter_child_nodes(node)
+    ]
+    return (isinstance(node, BLOCKS) and not is_elif) + max(inner, default=0)
+
+
+@pytest.mark.parametrize("path", PURE, ids=lambda path: path.name)
+def test_a_newcomer_can_read_the_scheduler_its_cache_and_the_core(path: Path) -> None:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef):
+            num_lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            assert num_lines <= MAX_FUNCTION_LINES, f"{node.name} has {num_lines} lines"
+            assert _nesting(node) <= MAX_NESTING, f"{node.name} nests {_nesting(node)} blocks"
+
+
+def test_nesting_is_counted_in_blocks_and_an_elif_is_none() -> None:
+    chain = "if a:\n  pass\nelif b:\n  for c in d:\n    pass\nelif e:\n  pass"
+    assert [_nesting(ast.parse(code)) for code in ("a = 1", "if a:\n  pass", chain)] == [0, 1, 2]
+    assert _nesting(ast.parse("for a in b:\n  while c:\n    with d:\n      if e:\n        pass")) == 4
+
+
 def _claims() -> list[tuple[str, str]]:
     """Paths and symbols that the table of known names in ARCHITECTURE.md claims to exist."""
     text = (ROOT / "ARCHITECTURE.md").read_text()

@@ -6,7 +6,8 @@ import fcntl
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator
+import tempfile
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -255,7 +256,8 @@ async def test_prefix_cache_is_hit_and_can_be_reset(llm: AsyncLLM) -> None:
     ("settings", "text"),
     [
         ({"isolation": "fork"}, "isolation"),
-        ({"data_parallel_size": 2}, "data_parallel_size"),
+        ({"data_parallel_size": 2, "isolation": "thread"}, "data_parallel_size is 2"),
+        ({"data_parallel_size": 0}, "data-parallel-size"),
         ({"nonsense": 1}, "nonsense"),
         ({"max_num_seqs": 0}, "max-num-seqs"),
         ({"device": "cuda:0"}, "cuda:0"),
@@ -275,7 +277,7 @@ async def test_a_failed_start_raises_the_operators_own_error(isolation: str) -> 
 
 
 async def test_an_engine_process_that_dies_while_starting_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.engine_process._MAIN", "raise RuntimeError('no GPU today')")
+    monkeypatch.setattr("engine.handshake._MAIN", "raise RuntimeError('no GPU today')")
     with trio.fail_after(10), pytest.raises(EngineDeadError, match="no GPU today"):
         async with engine.open_engine("null"):
             pass
@@ -287,6 +289,27 @@ async def test_an_engine_that_does_not_stop_is_said_so_when_the_block_is_left(mo
     with trio.fail_after(10), pytest.raises(EngineDeadError, match=r"did not stop within 0\.1 seconds"):
         async with engine.open_engine("null", null_step_ms=30000) as llm, llm.generate("x"):
             await trio.sleep(0.1)
+
+
+async def test_a_stream_that_outlives_an_engine_that_did_not_stop_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.launch.STOP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("engine.engine_process.TERM_GRACE_S", 0.1)
+    errors: list[EngineDeadError] = []
+
+    async def read(llm: AsyncLLM, entered: trio.Event) -> None:
+        async with llm.generate("x") as stream:
+            entered.set()
+            with pytest.raises(EngineDeadError, match="was left") as caught:
+                await stream.collect()
+        errors.append(caught.value)
+
+    with trio.fail_after(10), pytest.RaisesGroup(pytest.RaisesExc(EngineDeadError, match="did not stop")):
+        async with trio.open_nursery() as nursery, engine.open_engine("null", null_step_ms=30000) as llm:
+            entered = trio.Event()
+            nursery.start_soon(read, llm, entered)
+            await entered.wait()
+            await trio.sleep(0.1)  # the step has begun
+    assert len(errors) == 1
 
 
 async def test_an_engine_that_dies_while_it_is_stopped_is_said_so() -> None:
@@ -357,3 +380,25 @@ async def test_an_engine_that_is_given_up_tells_every_stream() -> None:
         with pytest.raises(EngineDeadError, match="does not answer"):
             await stream.collect()
         assert not llm.is_healthy
+
+
+async def _open_and_leave() -> None:
+    async with engine.open_engine("null"):
+        pass
+
+
+async def _open_without_trio() -> None:
+    engine.LLM("null", isolation="process")
+
+
+@pytest.mark.parametrize("start", [_open_and_leave, _open_without_trio])
+async def test_a_folder_for_temporary_files_that_sockets_cannot_use_is_refused_with_what_to_do(
+    start: Callable[[], Awaitable[None]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("deep" * 25)
+    deep.mkdir()
+    for folder in (deep, tmp_path / "missing"):
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        with pytest.raises(ConfigError, match="set TMPDIR to a folder with a short path in which"):
+            await start()
+        assert not folder.exists() or not list(folder.iterdir())

@@ -64,7 +64,7 @@ def test_what_is_no_prompt_is_refused(llm: engine.LLM, prompts: object) -> None:
 
 
 def test_an_interrupted_call_leaves_no_request_and_no_block(llm: engine.LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    sample = type(llm.runner).sample
+    sample = type(llm.client.runner).sample
     num_steps = 0
 
     def interrupted(self: object, masks: object = None) -> object:
@@ -74,7 +74,7 @@ def test_an_interrupted_call_leaves_no_request_and_no_block(llm: engine.LLM, mon
             raise KeyboardInterrupt
         return sample(self, masks)
 
-    monkeypatch.setattr(type(llm.runner), "sample", interrupted)
+    monkeypatch.setattr(type(llm.client.runner), "sample", interrupted)
     with pytest.raises(KeyboardInterrupt):
         llm.generate([[65] * 10, [66] * 10], SamplingParams(max_tokens=500), use_tqdm=False)
     assert llm.stats().num_used_blocks == 0

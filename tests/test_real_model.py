@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,18 @@ async def test_every_isolation_gives_the_text_of_llm(smollm2_folder: Path, refer
     async with engine.open_engine(str(smollm2_folder), isolation=isolation, max_model_len=512, num_threads=1) as llm:
         answer = await llm.chat(FRANCE, GREEDY)
     assert answer.outputs[0].text == reference
+
+
+@pytest.mark.parametrize("isolation", ["none", "process"])
+def test_llm_engine_gives_the_text_of_llm_step_by_step(smollm2_folder: Path, reference: str, isolation: str) -> None:
+    settings = {"max_model_len": 512, "num_threads": 1, "log_level": "warning"}
+    with engine.LLMEngine(str(smollm2_folder), isolation=isolation, **settings) as llm_engine:
+        llm_engine.add_request("france", FRANCE, GREEDY)
+        texts = []
+        while llm_engine.has_unfinished_requests():
+            texts += [output.outputs[0].text for output in llm_engine.step()]
+    assert texts[-1] == reference
+    assert all(longer.startswith(shorter) for shorter, longer in pairwise(texts))
 
 
 @pytest.mark.parametrize("stream", [False, True])

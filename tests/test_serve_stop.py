@@ -174,16 +174,15 @@ def test_a_signal_during_the_death_of_the_engine_does_not_hide_it(start_server: 
     assert "SIGKILL" in server.lines[-1]
 
 
-def test_killing_the_front_leaves_nothing(start_server: Any, tmp_path: Path) -> None:
+def test_killing_the_front_leaves_nothing(start_server: Any, tmp_path: Path, temporary_folder: Path) -> None:
     """`python -m fuzz kills` does it many times, at random moments."""
-    temporary, path = tmp_path / "temporary", tmp_path / "socket"
-    temporary.mkdir()
-    server = start_server("null", "--uds", str(path), env={"TMPDIR": str(temporary)})
+    path = tmp_path / "socket"
+    server = start_server("null", "--uds", str(path), env={"TMPDIR": str(temporary_folder)})
     server.wait_line("ready")
     with all_gone(server.children):
         server.process.kill()
         server.process.wait()
-    assert not list(temporary.iterdir())
+    assert not list(temporary_folder.iterdir())
     again = start_server("null", "--uds", str(path))  # the stale socket hinders nobody
     again.wait_line("ready")
     again.process.send_signal(signal.SIGTERM)
@@ -191,19 +190,57 @@ def test_killing_the_front_leaves_nothing(start_server: Any, tmp_path: Path) -> 
     assert not path.exists()
 
 
-def test_killing_the_front_while_the_engine_starts_leaves_nothing(start_server: Any, tmp_path: Path) -> None:
+def test_killing_the_front_while_the_engine_starts_leaves_nothing(
+    start_server: Any, tmp_path: Path, temporary_folder: Path
+) -> None:
     (tmp_path / "slow").mkdir()
     (tmp_path / "slow" / "sitecustomize.py").write_text("import sys, time\nif sys.argv[0] == '-c': time.sleep(30)\n")
-    temporary = tmp_path / "temporary"
-    temporary.mkdir()
-    server = start_server("null", env={"TMPDIR": str(temporary), "PYTHONPATH": str(tmp_path / "slow")})
+    server = start_server("null", env={"TMPDIR": str(temporary_folder), "PYTHONPATH": str(tmp_path / "slow")})
     while len(server.children) < 2:  # the engine and its reaper
         time.sleep(0.01)
-    assert list(temporary.iterdir())
+    assert list(temporary_folder.iterdir())
     with all_gone(server.children):
         server.process.kill()
         server.process.wait()
-    assert not list(temporary.iterdir())
+    assert not list(temporary_folder.iterdir())
+
+
+def test_what_is_left_where_the_reaper_was_killed_too_is_removed_at_the_next_start(
+    start_server: Any, tmp_path: Path, temporary_folder: Path
+) -> None:
+    (tmp_path / "slow").mkdir()
+    (tmp_path / "slow" / "sitecustomize.py").write_text("import sys, time\nif sys.argv[0] == '-c': time.sleep(30)\n")
+    server = start_server("null", env={"TMPDIR": str(temporary_folder), "PYTHONPATH": str(tmp_path / "slow")})
+    while len(server.children) < 2:  # the engine and its reaper
+        time.sleep(0.01)
+    children = server.children
+    with all_gone(children):
+        for pid in (children[1], server.process.pid, children[0]):
+            os.kill(pid, signal.SIGKILL)
+        server.process.wait()
+    assert list(temporary_folder.iterdir())
+    again = start_server("null", env={"TMPDIR": str(temporary_folder)})
+    again.wait_line("ready")
+    assert not list(temporary_folder.iterdir())
+    (reaper,) = set(again.children) - {again.engine_pid}
+    with all_gone(again.children):
+        os.kill(reaper, signal.SIGKILL)
+        again.process.kill()
+        again.process.wait()
+    assert not list(temporary_folder.iterdir())
+
+
+def test_killing_the_reaper_ends_nothing_and_killing_the_engine_then_the_front(start_server: Any) -> None:
+    server = start_server("null")
+    server.wait_line("ready")
+    children = server.children
+    (reaper,) = set(children) - {server.engine_pid}
+    with all_gone([reaper]):
+        os.kill(reaper, signal.SIGKILL)
+    assert health(server) == 200
+    with all_gone([server.engine_pid]):
+        os.kill(server.engine_pid, signal.SIGKILL)
+    assert server.wait() == 1
 
 
 def test_a_hung_process_shows_its_tasks_and_threads(start_server: Any) -> None:

@@ -19,6 +19,7 @@ import trio
 from trio.lowlevel import cancel_shielded_checkpoint
 
 from transport.codec import DecodeError, Decoder, Encoder
+from transport.tensors import Frame
 from transport.zmq_socket import ZmqSocket
 
 T = TypeVar("T")
@@ -26,7 +27,7 @@ T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
 
 OnBadMessage = Callable[[DecodeError], None]
-"""Told of each message that was skipped; must not raise."""
+"""Told of each message that was skipped; raises only what ends the receiving, and then what came with it is lost."""
 
 
 class _Channel(trio.abc.AsyncResource):
@@ -65,7 +66,8 @@ class SendChannel(_Channel, trio.abc.SendChannel[T_contra]):
             trio.ClosedResourceError: The channel or its socket is closed.
         """
         self._check_open()
-        await self._socket.send([*self._address, *self._encoder.encode(value)])
+        buffer = self._socket.take_buffer()
+        await self._socket.send([*self._address, *self._encoder.encode(value, buffer)], buffer)
 
     def send_nowait(self, value: T_contra) -> None:
         """Send `value` now.
@@ -75,7 +77,8 @@ class SendChannel(_Channel, trio.abc.SendChannel[T_contra]):
             TypeError, trio.BrokenResourceError, trio.ClosedResourceError: As in `send`.
         """
         self._check_open()
-        self._socket.send_nowait([*self._address, *self._encoder.encode(value)])
+        buffer = self._socket.take_buffer()
+        self._socket.send_nowait([*self._address, *self._encoder.encode(value, buffer)], buffer)
 
 
 class _AnyReceiveChannel(_Channel, trio.abc.ReceiveChannel[T_co]):
@@ -84,7 +87,7 @@ class _AnyReceiveChannel(_Channel, trio.abc.ReceiveChannel[T_co]):
         self._on_bad_message = on_bad_message
 
     @abstractmethod
-    def _decode(self, frames: list[bytes]) -> T_co: ...
+    def _decode(self, frames: list[Frame]) -> T_co: ...
 
     async def receive(self) -> T_co:
         """Wait for the next good message; cancelled: it was not taken.
@@ -119,7 +122,7 @@ class _AnyReceiveChannel(_Channel, trio.abc.ReceiveChannel[T_co]):
             pass  # a bad message
         return values[0]
 
-    def _decode_all(self, messages: list[list[bytes]]) -> list[T_co]:
+    def _decode_all(self, messages: list[list[Frame]]) -> list[T_co]:
         values = []
         for frames in messages:
             try:
@@ -144,7 +147,7 @@ class ReceiveChannel(_AnyReceiveChannel[T]):
         super().__init__(socket, on_bad_message, owns_socket)
         self._decoder: Decoder[T] = Decoder(message_type)
 
-    def _decode(self, frames: list[bytes]) -> T:
+    def _decode(self, frames: list[Frame]) -> T:
         return self._decoder.decode(frames)
 
 
@@ -163,9 +166,9 @@ class RouterReceiveChannel(_AnyReceiveChannel[tuple[bytes, T]]):
         super().__init__(socket, on_bad_message, owns_socket)
         self._decoder: Decoder[T] = Decoder(message_type)
 
-    def _decode(self, frames: list[bytes]) -> tuple[bytes, T]:
-        identity, *message = frames
+    def _decode(self, frames: list[Frame]) -> tuple[bytes, T]:
+        identity, message = bytes(frames[0]), frames[1:]
         try:
             return identity, self._decoder.decode(message)
         except DecodeError as error:
-            raise DecodeError(f"from peer {identity!r}: {error}") from error
+            raise DecodeError(f"from peer {identity!r}: {error}", error.payload) from error

@@ -22,7 +22,16 @@ _ARRAY_CODE = 1
 
 
 class DecodeError(Exception):
-    """These frames are not a message of the expected type; the sender is at fault."""
+    """These frames are not a message of the expected type; the sender is at fault.
+
+    Attributes:
+        payload: The first of them, for whoever can make out whose it is.
+    """
+
+    def __init__(self, message: str, payload: Frame = b"") -> None:
+        """Say what is wrong."""
+        super().__init__(message)
+        self.payload = payload
 
 
 class Encoder:
@@ -32,17 +41,19 @@ class Encoder:
         self._frames: list[Frame] = []
         self._msgpack = msgspec.msgpack.Encoder(enc_hook=self._encode_unknown)
 
-    def encode(self, message: Any) -> list[Frame]:
+    def encode(self, message: Any, buffer: bytearray | None = None) -> list[Frame]:
         """Return `message` as frames: the msgpack payload, then one frame for each large array, not copied.
 
-        The frames view the arrays' memory: leave it unchanged until the message was read.
+        The payload is written into `buffer`, over what it holds, and is that very buffer. The other frames view the
+        arrays' memory: leave it, and the buffer, unchanged until the message was written.
 
         Raises:
             TypeError: The message holds something that cannot be sent; the caller is at fault.
         """
-        self._frames = [b""]
+        payload = bytearray() if buffer is None else buffer
+        self._frames = [payload]
         try:
-            self._frames[0] = self._msgpack.encode(message)
+            self._msgpack.encode_into(message, payload)
             return self._frames
         finally:
             self._frames = []
@@ -78,13 +89,13 @@ class Decoder(Generic[T]):
         try:
             message = self._msgpack.decode(frames[0])
         except (msgspec.MsgspecError, ValueError, TypeError, LookupError, ArithmeticError) as error:
-            raise DecodeError(f"{type(error).__name__}: {error}") from error
+            raise DecodeError(f"{type(error).__name__}: {error}", *frames[:1]) from error
         except (RecursionError, MemoryError) as error:
-            raise DecodeError(f"{type(error).__name__}: a message too deep or too large") from error
+            raise DecodeError(f"{type(error).__name__}: a message too deep or too large", *frames[:1]) from error
         finally:
             self._frames = ()
         if len(self._viewed) != len(frames):
-            raise DecodeError(f"a message of {len(frames)} frames used {len(self._viewed)} of them")
+            raise DecodeError(f"a message of {len(frames)} frames used {len(self._viewed)} of them", frames[0])
         return message
 
     def _decode_extension(self, code: int, data: memoryview) -> Any:

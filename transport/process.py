@@ -6,57 +6,32 @@
        │   └─────── reaper            the reaper, in a session of its own, kills the child's whole group
        └──pidfd, output── child      child dies: `Child.wait` returns, with the last lines it wrote
 
-PDEATHSIG belongs to the *thread* that started the child, and Trio's own process functions start theirs in a pool
-thread that ends when idle; so the child is started in the main thread, blocking it for the few milliseconds of an
-exec. The child's first line is `child_guard()`.
-
-A dead child is left a zombie until the block ends: nobody else can get its pid, nor its group's, meanwhile.
+Child and reaper are started as `spawn.py` says, not by Trio's own process functions: those start theirs in a pool
+thread that ends when idle, and PDEATHSIG belongs to the thread. The child's first line is `child_guard()`.
 Linux first; elsewhere a thread waits for the child and only the pipe tells it of its parent's death.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
+import logging
 import os
 import signal
 import subprocess
-import sys
 import threading
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 
 import trio
 from trio.lowlevel import wait_readable
 
-KILL_GRACE_S = 2.0
-"""How long a killed child, and whoever of its group holds its output, may take to be gone."""
-MAX_TAIL_LINES = 50
-"""How many of the last lines of output are kept."""
-MAX_LINE_BYTES = 1 << 16
-"""A longer line is cut; a pipe's capacity, so that one read takes all that a dead child has written."""
+from transport.lines import MAX_LINE_BYTES, LineSplitter
+from transport.spawn import KILL_GRACE_S, returncode_of_zombie, signal_group, start_child
+from transport.spawn import child_guard as child_guard
+from transport.spawn import describe_exit as describe_exit
+from transport.spawn import write_to_stderr as write_to_stderr
 
-_PARENT_VARIABLE = "TRANSPORT_PARENT"
-_PR_SET_PDEATHSIG = 1
-_REAPER = """
-import os, signal, sys
-for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
-    signal.signal(number, signal.SIG_IGN)
-os.read(0, 1)
-try:
-    os.killpg(int(sys.argv[1]), signal.SIGKILL)
-finally:
-    import shutil
-    for path in sys.argv[2:]:
-        shutil.rmtree(path, ignore_errors=True)
-"""
-
-
-def write_to_stderr(line: str) -> None:
-    """Pass a child's line on to this process's stderr; a lost terminal is no reason to end."""
-    with contextlib.suppress(OSError):
-        sys.stderr.write(line + "\n")
+teardown = logging.getLogger("teardown")
 
 
 class Child:
@@ -75,13 +50,13 @@ class Child:
         self.pid = process.pid
         self.returncode: int | None = None
         self._process = process
-        self._output = _LineReader(process.stdout.fileno(), on_line)
+        self._output = _OutputReader(process.stdout.fileno(), on_line)
         self._exited = trio.Event()
 
     @property
     def stderr_tail(self) -> list[str]:
         """The last lines it wrote to stderr or stdout; once `wait` has returned, its last words are among them."""
-        return list(self._output.tail)
+        return list(self._output.lines.tail)
 
     async def wait(self) -> int:
         """Wait for its end and return `returncode`; any number of tasks may wait."""
@@ -110,10 +85,10 @@ class Child:
             nursery.start_soon(self._attend)
             for number, grace_s in ((signal.SIGTERM, term_grace_s), (signal.SIGKILL, KILL_GRACE_S)):
                 if self.returncode is None:
-                    _signal_group(self.pid, number)
+                    signal_group(self.pid, number)
                     with trio.move_on_after(grace_s):
                         await self._exited.wait()
-            _signal_group(self.pid, signal.SIGKILL)
+            signal_group(self.pid, signal.SIGKILL)
             with trio.move_on_after(KILL_GRACE_S):
                 await self._output.ended.wait()
             nursery.cancel_scope.cancel()
@@ -128,6 +103,7 @@ async def open_child(
     term_grace_s: float = 5.0,
     on_stderr_line: Callable[[str], None] = write_to_stderr,
     orphaned_folders: Sequence[str] = (),
+    pass_fds: Sequence[int] = (),
 ) -> AsyncIterator[Child]:
     """Start `argv` in a process group of its own; leaving the block ends the group, and nothing of it is left.
 
@@ -142,6 +118,7 @@ async def open_child(
         term_grace_s: Seconds between SIGTERM and SIGKILL.
         on_stderr_line: Called with each line the child writes to stderr or stdout; must not raise.
         orphaned_folders: The reaper removes them with all they hold, should this process be killed.
+        pass_fds: Descriptors that the child inherits under the same numbers; the caller's to close.
 
     Raises:
         RuntimeError: Not called from the main thread.
@@ -151,7 +128,7 @@ async def open_child(
         raise RuntimeError(f"{name} must be opened from the main thread: a child dies with the thread that started it")
     failure: BaseException | None = None
     with contextlib.ExitStack() as stack:
-        child = Child(name, _start(stack, argv, env or {}, orphaned_folders), on_stderr_line)
+        child = Child(name, start_child(stack, argv, env or {}, orphaned_folders, pass_fds=pass_fds), on_stderr_line)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(child._attend)
@@ -163,53 +140,19 @@ async def open_child(
         finally:
             with trio.CancelScope(shield=True):
                 await child._end(term_grace_s)
+            teardown.debug("%s ended", name)
     if failure is not None:
         raise failure
 
 
-def child_guard() -> None:
-    """Tie this process to the one that opened it: call it on the first line of the child's main.
-
-    On Linux the kernel kills this process when its parent's starting thread ends. Everywhere a thread waits for the
-    end of the parent's pipe and then kills the whole group, grandchildren included: the one daemon thread of the
-    house, for it must not keep a child alive that is done.
-
-    Raises:
-        RuntimeError: This process was not started by `open_child`.
-    """
-    parent = os.environ.pop(_PARENT_VARIABLE, None)
-    if parent is None:
-        raise RuntimeError("child_guard() is for a process that open_child() started")
-    parent_pid, pipe = map(int, parent.split(":"))
-    os.set_inheritable(pipe, False)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent_pid:  # it died before the line above
-        os.killpg(0, signal.SIGKILL)
-    threading.Thread(target=_die_with_parent, args=(pipe,), name="parent-watch", daemon=True).start()
-
-
-def describe_exit(name: str, returncode: int, stderr_tail: Sequence[str] = ()) -> str:
-    """Say in one line how the process `name` ended: by which signal, or with which status and last words."""
-    if returncode < 0:
-        try:
-            return f"{name} was killed by {signal.Signals(-returncode).name}"
-        except ValueError:
-            return f"{name} was killed by signal {-returncode}"
-    last_words = next((f": {line.strip()}" for line in reversed(stderr_tail) if line.strip()), "")
-    return f"{name} exited with status {returncode}{last_words}"
-
-
-class _LineReader:
-    """Splits what comes out of a pipe into lines, passes them on and keeps the last ones."""
+class _OutputReader:
+    """Passes on what comes out of a pipe, line by line."""
 
     def __init__(self, fd: int, on_line: Callable[[str], None]) -> None:
         os.set_blocking(fd, False)
-        self.tail: deque[str] = deque(maxlen=MAX_TAIL_LINES)
+        self.lines = LineSplitter(on_line)
         self.ended = trio.Event()
         self._fd = fd
-        self._on_line = on_line
-        self._rest = b""
 
     async def pump(self) -> None:
         """Pass lines on until all writers have closed the pipe."""
@@ -220,60 +163,18 @@ class _LineReader:
     def read_last(self) -> None:
         """Take what a dead child left in the pipe, which others of its group may hold open."""
         self._read()
-        self._flush()
+        self.lines.flush()
 
     def _read(self) -> None:
         try:
-            chunk = os.read(self._fd, MAX_LINE_BYTES)
+            chunk = os.read(self._fd, MAX_LINE_BYTES)  # a pipe's capacity: all that a dead child has written
         except BlockingIOError:
             return
-        *lines, self._rest = (self._rest + chunk).split(b"\n")
-        for line in lines:
-            self._pass_on(line)
-        if not chunk:
+        if chunk:
+            self.lines.feed(chunk)
+        else:
             self.ended.set()
-        if not chunk or len(self._rest) >= MAX_LINE_BYTES:
-            self._flush()
-
-    def _flush(self) -> None:
-        line, self._rest = self._rest, b""
-        if line:
-            self._pass_on(line)
-
-    def _pass_on(self, raw: bytes) -> None:
-        line = raw.decode(errors="replace").rstrip("\r")
-        self.tail.append(line)
-        self._on_line(line)
-
-
-def _start(
-    stack: contextlib.ExitStack, argv: Sequence[str], env: Mapping[str, str], orphaned_folders: Sequence[str]
-) -> subprocess.Popen[bytes]:
-    """Start child and reaper; unwinding `stack` leaves no process and no descriptor of them."""
-    read_end, write_end = os.pipe()
-    stack.callback(os.close, write_end)
-    try:
-        child = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-            pass_fds=[read_end],
-            env={**os.environ, **env, _PARENT_VARIABLE: f"{os.getpid()}:{read_end}"},
-        )
-        stack.callback(_kill_and_reap, child)
-        reaper = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _REAPER, str(child.pid), *orphaned_folders],
-            stdin=read_end,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        stack.callback(_kill_and_reap, reaper)
-    finally:
-        os.close(read_end)
-    return child
+            self.lines.flush()
 
 
 async def _wait_for_exit(process: subprocess.Popen[bytes]) -> int:
@@ -286,29 +187,4 @@ async def _wait_for_exit(process: subprocess.Popen[bytes]) -> int:
         await wait_readable(pidfd)
     finally:
         os.close(pidfd)
-    return _returncode_of_zombie(process.pid)
-
-
-def _returncode_of_zombie(pid: int) -> int:
-    end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    assert end is not None
-    return end.si_status if end.si_code == os.CLD_EXITED else -end.si_status
-
-
-def _signal_group(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):  # macOS forbids it where only a zombie is left
-        os.killpg(pid, number)
-
-
-def _kill_and_reap(process: subprocess.Popen[bytes]) -> None:
-    """Kill the group that `process` leads; at once where it is dead already, as after an orderly end."""
-    _signal_group(process.pid, signal.SIGKILL)
-    with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the kernel, where no signal reaches it
-        process.wait(KILL_GRACE_S)
-    if process.stdout is not None:
-        process.stdout.close()
-
-
-def _die_with_parent(pipe: int) -> None:
-    os.read(pipe, 1)
-    os.killpg(0, signal.SIGKILL)
+    return returncode_of_zombie(process.pid)

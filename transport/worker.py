@@ -86,6 +86,7 @@ class Worker(trio.abc.AsyncResource):
         self._bell: Bell | None = None
         self._is_closing = False
         self._has_ended = False
+        self._is_abandoned = False
 
     def start(self) -> None:
         """Start the thread.
@@ -117,6 +118,15 @@ class Worker(trio.abc.AsyncResource):
         self._jobs.put((job, lambda: context.run(fn, *args, **kwargs)))
         return job
 
+    def abandon(self) -> None:
+        """Count the thread as lost, whatever it does: who waits gets `WorkerLost`, `aclose` does not wait.
+
+        For a job that hangs: no thread can be ended from outside. Nothing but the process's end ends it.
+        """
+        self._is_abandoned = self._has_ended = True
+        if self._bell is not None:
+            self._bell.ring()
+
     @enable_ki_protection
     async def aclose(self) -> None:
         """End the thread after the jobs submitted so far, and wait for it; shielded and idempotent.
@@ -130,8 +140,9 @@ class Worker(trio.abc.AsyncResource):
             with trio.CancelScope(shield=True):
                 while not self._has_ended:
                     await self._bell.wait()
-            self._thread.join()  # it has rung already: nothing is left but its last instructions
-            self._bell.close()
+            if not self._is_abandoned:
+                self._thread.join()  # it has rung already: nothing is left but its last instructions
+                self._bell.close()
         await cancel_shielded_checkpoint()
 
     async def _wait_for(self, job: Job[Any]) -> None:

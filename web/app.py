@@ -15,9 +15,10 @@ from web.access import KeyCheck
 from web.chat import chat_completions
 from web.completions import completions
 from web.errors import error_response
-from web.operations import health, metrics, metrics_registry, model, models, version
+from web.operations import health, load, metrics, metrics_registry, model, models, version
 from web.scope import App, RequestScopes
 from web.state import ServerState
+from web.verbs import ROUTES, operate
 
 logger = logging.getLogger(__name__)
 
@@ -31,12 +32,17 @@ _PAGE_POLICY = (
 
 
 def create_app(
-    state: ServerState, *, max_body_bytes: int = MAX_BODY_BYTES, api_key: str | None = None, root_path: str = ""
+    state: ServerState,
+    *,
+    max_body_bytes: int = MAX_BODY_BYTES,
+    api_key: str | None = None,
+    root_path: str = "",
+    operations_open: bool = False,
 ) -> QuartTrio:
     """Build the application that answers for `state.engine`; it owns nothing that needs closing.
 
     A request body above `max_body_bytes` is refused with 413. With an `api_key` all but the open routes want it.
-    `root_path` is taken off the paths that begin with it.
+    `root_path` is taken off the paths that begin with it. Without `operations_open` operating routes answer 403.
     """
     app = _App("web", static_folder=None)
     app.config.update(
@@ -54,7 +60,10 @@ def create_app(
     _add(app, "GET", "/ping", partial(health, state))
     _add(app, "GET", "/version", partial(version, state))
     _add(app, "GET", "/metrics", partial(metrics, metrics_registry(state)))
+    _add(app, "GET", "/load", partial(load, state))
     _add(app, "GET", "/", partial(_index, page))
+    for (method, path), answer_verb in ROUTES.items():
+        _add(app, method, path, partial(operate, state, operations_open, answer_verb))
     app.register_error_handler(Exception, _answer_error)
     answer = cast(App, app.asgi_app)
     app.asgi_app = RequestScopes(  # type: ignore[method-assign, assignment]

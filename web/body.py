@@ -1,4 +1,4 @@
-"""Reads a request's body: JSON, uncompressed, within the limit of size and time."""
+"""Reads a request's body within the limit of size and time; where one is wanted, JSON, uncompressed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,22 @@ async def read_json_body() -> bytes:
     """Return the bytes of the current request's JSON body, still to be decoded.
 
     Raises:
-        HTTPException: 415 for another content type or an encoding, 413 above the limit, 408 when it does not come in
-            time; the caller's fault.
+        HTTPException: 415 for another content type or an encoding, else as `read_body`; the caller's fault.
     """
     if request.mimetype != "application/json":  # which also keeps other sites' pages from posting without being asked
         raise UnsupportedMediaType(f"Content-Type must be application/json, got {request.mimetype or 'none'!r}")
     encoding = request.headers.get("Content-Encoding", "identity")
     if encoding != "identity":
         raise UnsupportedMediaType(f"Content-Encoding {encoding!r} is not supported; send the body uncompressed")
+    return await read_body()
+
+
+async def read_body() -> bytes:
+    """Return the bytes of the current request's body, whatever it is.
+
+    Raises:
+        HTTPException: 413 above the limit, 408 when it does not come in time; the caller's fault.
+    """
     try:
         return await request.get_data(cache=False, as_text=False, parse_form_data=False)
     except RequestEntityTooLarge:

@@ -8,7 +8,7 @@ import msgspec
 from quart import Response, request
 from werkzeug.exceptions import HTTPException, MethodNotAllowed, NotFound
 
-from engine.errors import Cause, EngineDeadError, MetronomeError, RequestError
+from engine.errors import Cause, EngineDeadError, InvalidGrammar, MetronomeError, RequestError, UtilityError
 
 logger = logging.getLogger(__name__)
 
@@ -16,6 +16,9 @@ RETRY_AFTER_S = 1
 """What `Retry-After` says with 429 and 503."""
 
 _TYPES = {403: "permission_error", 429: "rate_limit_error"}
+
+_STATUS_OF_CAUSE = {"QueueTimeout": 503, "GrammarTrialStuck": 503, "NoTokenAllowed": 400, "GrammarFailed": 400}
+"""Of requests that the engine failed for what they asked, or for want of time."""
 
 MAX_SHOWN_CHARS = 200
 """Of a path that is told back."""
@@ -38,15 +41,19 @@ class ModelNotFound(RequestError):
 
 
 class GenerationFailed(RequestError):
-    """The engine failed this request alone, with its cause; not the caller's fault."""
+    """The engine failed this request alone, with its cause; the caller's fault only where that says so."""
 
     status_hint = 500
 
     def __init__(self, cause: Cause | None) -> None:
         """Say what ended the request, without its traceback; one that only waited too long may be tried again."""
+        if cause is not None and cause.type == InvalidGrammar.__name__:
+            super().__init__(cause.message, param="structured_outputs")
+            self.status_hint = InvalidGrammar.status_hint
+            return
         super().__init__(f"the request failed in the engine: {cause or 'unknown cause'}")
-        if cause is not None and cause.type == "QueueTimeout":
-            self.status_hint = 503
+        if cause is not None:
+            self.status_hint = _STATUS_OF_CAUSE.get(cause.type, 500)
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> bytes:
@@ -63,6 +70,8 @@ def describe(error: Exception) -> tuple[int, bytes]:
         return error.status_hint, error_body(error.status_hint, str(error), param=error.param, code=code)
     if isinstance(error, EngineDeadError):
         return error.status_hint, error_body(error.status_hint, f"the engine has ended: {error.cause}")
+    if isinstance(error, UtilityError):
+        return error.status_hint, error_body(error.status_hint, str(error))
     if isinstance(error, HTTPException) and error.code is not None:
         return error.code, error_body(error.code, _explain(error))
     if isinstance(error, MetronomeError):

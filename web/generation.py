@@ -115,7 +115,7 @@ class Generation:
             ServerStopping: The server stopped meanwhile.
             EngineDeadError: There is no engine any more.
         """
-        scope.stack.enter_context(self._state.answering(self._abort))
+        scope.stack.enter_context(self._state.answering(self._abort, (self._id, scope.request_id)))
         self._state.engine.check_room(len(prompts) * self._n)
         for index, prompt in enumerate(prompts):
             request_id = self._id if len(prompts) == 1 else f"{self._id}-{index}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
 import socket
 import stat
@@ -20,6 +21,8 @@ import trio
 
 from engine.config import ServeConfig
 from engine.errors import ConfigError
+
+teardown = logging.getLogger("teardown")
 
 BACKLOG = 2048
 
@@ -45,6 +48,13 @@ async def open_listeners(config: ServeConfig) -> AsyncIterator[list[trio.SocketL
     finally:
         for listener in listeners:
             listener.socket.close()
+
+
+def close_listeners(listeners: list[trio.SocketListener]) -> None:
+    """Close listeners on which nobody accepts: whoever waits in their queues is refused. Idempotent."""
+    for listener in listeners:
+        listener.socket.close()
+    teardown.debug("listeners closed")
 
 
 def _remedy(error: Exception) -> str:

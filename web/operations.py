@@ -1,4 +1,4 @@
-"""What operators and their probes ask: health, version, metrics, the list of models."""
+"""What probes and dashboards ask: health, load, version, metrics, the list of models."""
 
 from __future__ import annotations
 
@@ -23,18 +23,25 @@ async def health(state: ServerState) -> Response:
     return Response("", 503, headers={"Retry-After": str(RETRY_AFTER_S)})
 
 
+async def load(state: ServerState) -> Response:
+    """How many generation requests are open."""
+    return _json({"server_load": state.num_open_requests})
+
+
 async def version(state: ServerState) -> Response:
     """The version of this server."""
     return _json({"version": engine.__version__})
 
 
 async def models(state: ServerState) -> Response:
-    """The one model served here, in OpenAI's list."""
+    """The one model served here, in OpenAI's list; probes ask here too, so a dead engine serves none."""
+    state.check_alive()
     return _json({"object": "list", "data": [_model(state)]})
 
 
 async def model(state: ServerState, name: str) -> Response:
     """The model of that name, or 404."""
+    state.check_alive()
     if name != state.model_name:
         raise ModelNotFound(f"model {name!r} is not served here; use {state.model_name!r}", param="model")
     return _json(_model(state))
@@ -49,12 +56,12 @@ class StatsCollector(Collector):
 
     def collect(self) -> Iterable[Metric]:
         """Yield every gauge and counter of engine.metrics, labelled with model and engine."""
-        stats = self._state.engine.stats()
-        labels = [self._state.model_name, "0"]
+        by_engine = self._state.engine.stats_by_engine()
         for families, kind in ((GAUGES, GaugeMetricFamily), (COUNTERS, CounterMetricFamily)):
             for name, (help_text, attribute) in families.items():
                 family = kind(name, help_text, labels=["model_name", "engine"])
-                family.add_metric(labels, getattr(stats, attribute))
+                for index, stats in enumerate(by_engine):
+                    family.add_metric([self._state.model_name, str(index)], getattr(stats, attribute))
                 yield family
 
 

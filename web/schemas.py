@@ -7,13 +7,20 @@ value that asks for nothing. `null` always means the default.
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args
 
 import msgspec
 from msgspec import Meta
 
 from engine.errors import InvalidRequest
-from engine.sampling_params import MAX_LOGPROBS, OutputKind, RepetitionDetection, SamplingParams
+from engine.sampling_params import (
+    MAX_LOGPROBS,
+    OutputKind,
+    RepetitionDetection,
+    SamplingParams,
+    StructuredOutputsParams,
+    structured_outputs_params,
+)
 
 MAX_PROMPTS = 128
 """Most prompts in one completions request."""
@@ -26,7 +33,6 @@ Neutral = dict[str, tuple[Any, ...]]
 _NOT_BUILT: Neutral = {
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
-    "structured_outputs": (),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "truncate_prompt_tokens": (),
@@ -39,7 +45,6 @@ _NOT_BUILT_IN_CHAT: Neutral = _NOT_BUILT | {
     "parallel_tool_calls": (True, False),
     "functions": ([],),
     "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
@@ -60,7 +65,6 @@ _NOT_BUILT_IN_COMPLETIONS: Neutral = _NOT_BUILT | {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-    "response_format": ({"type": "text"},),
 }
 _NOT_BUILT_IN_MESSAGES: Neutral = {
     "refusal": (),
@@ -75,6 +79,41 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """What a stream holds beside the text."""
 
     include_usage: bool | None = None
+
+
+class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's envelope of a schema; it is always enforced, so `strict` changes nothing."""
+
+    name: str
+    schema: dict[str, Any]
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """OpenAI's way to ask for `structured_outputs`, with vLLM's structural tags."""
+
+    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    json_schema: JsonSchemaFormat | None = None
+    structures: list[dict[str, Any]] | None = None
+    triggers: list[str] | None = None
+
+    def structured_outputs(self) -> StructuredOutputsParams | None:
+        """Return the same as a sampling parameter, None for plain text; raises InvalidRequest."""
+        tag = {"structures": self.structures, "triggers": self.triggers}
+        for name, kind in (
+            ("json_schema", "json_schema"),
+            ("structures", "structural_tag"),
+            ("triggers", "structural_tag"),
+        ):
+            if (getattr(self, name) is not None) != (self.type == kind):
+                need = "needs" if self.type == kind else "has no use for"
+                raise InvalidRequest(f"response_format of type {self.type} {need} {name}", param="response_format")
+        if self.json_schema is not None:
+            return structured_outputs_params({"json": self.json_schema.schema})
+        if self.type == "structural_tag":
+            return structured_outputs_params({"structural_tag": tag})
+        return structured_outputs_params({"json_object": True}) if self.type == "json_object" else None
 
 
 class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -98,6 +137,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     min_tokens: int | None = None
     stop: str | list[str] | None = None
     stop_token_ids: list[int] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
     ignore_eos: bool | None = None
     repetition_detection: RepetitionDetection | None = None
     skip_reading_prefix_cache: bool | None = None
@@ -126,6 +167,8 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
             InvalidRequest: A value is out of range; the caller's fault.
         """
         given = {name: getattr(self, name) for name in _SAMPLING_FIELDS} | {"logprobs": self.num_logprobs}
+        if self.response_format is not None and self.structured_outputs is None:
+            given["structured_outputs"] = self.response_format.structured_outputs()
         kind = OutputKind.DELTA if self.stream else OutputKind.FINAL_ONLY
         chosen = defaults | {name: value for name, value in given.items() if value is not None}
         return SamplingParams(output_kind=kind, **chosen)
@@ -136,6 +179,10 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs needs stream to be false", param="prompt_logprobs")
+        is_text = self.response_format is None or self.response_format.type == "text"
+        if self.structured_outputs is not None and not is_text:
+            message = "structured_outputs and response_format both say what is wanted: give one of them"
+            raise InvalidRequest(message, param="structured_outputs")
 
 
 _SAMPLING_FIELDS = tuple(
@@ -233,7 +280,12 @@ class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=T
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
-RequestT = TypeVar("RequestT", bound=GenerationRequest)
+
+class _Checked(Protocol):
+    def check(self) -> None: ...
+
+
+RequestT = TypeVar("RequestT", bound=_Checked)
 
 
 def decode_chat_completion(body: bytes) -> ChatCompletionRequest:
@@ -273,6 +325,11 @@ def _drop_neutral(fields: dict[str, Any], not_built: Neutral, where: str) -> Non
         neutral = not_built[name]
         if value is not None and not any(type(value) is type(other) and value == other for other in neutral):
             raise InvalidRequest(f"{where}{name} is not supported yet; leave it out", param=where + name)
+
+
+def decode_fields(body: bytes, kind: type[RequestT]) -> RequestT:
+    """Decode and check a body of `kind`; raises InvalidRequest naming the field at fault."""
+    return _convert(_decode_object(body), kind)
 
 
 def _convert(fields: dict[str, Any], kind: type[RequestT]) -> RequestT:

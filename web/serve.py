@@ -36,6 +36,7 @@ from web.listeners import address_of
 from web.state import ServerState
 
 logger = logging.getLogger(__name__)
+teardown = logging.getLogger("teardown")  # one name in all rooms: the order of a stop, step by step
 
 KEEP_ALIVE_S = 75.0
 """Longer than the pools of load balancers and clients keep a connection, so that they close first."""
@@ -84,7 +85,15 @@ async def serve(
     config = ServeConfig() if config is None else config
     state = ServerState(engine, model_name=config.served_model_name) if state is None else state
     drain_s = engine.config.shutdown_timeout if drain_s is None else drain_s
-    app = create_app(state, max_body_bytes=max_body_bytes, api_key=api_key_of(config), root_path=config.root_path)
+    api_key = api_key_of(config)
+    is_private = all(listener.socket.family == socket.AF_UNIX for listener in listeners)
+    app = create_app(
+        state,
+        max_body_bytes=max_body_bytes,
+        api_key=api_key,
+        root_path=config.root_path,
+        operations_open=config.enable_operations or api_key is not None or is_private,
+    )
     server = _Server(app)
     async with trio.open_nursery() as connections:
         async with trio.open_nursery() as accepting:
@@ -94,12 +103,17 @@ async def serve(
             await shutdown_trigger()
             await _end_streams(server, state, drain_s)
             accepting.cancel_scope.cancel()
+        teardown.debug("listeners closed")
         await server.end_connections()
         connections.cancel_scope.deadline = trio.current_time() + GRACE_S
+    teardown.debug("connections closed")
 
 
 async def _end_streams(server: _Server, state: ServerState, drain_s: float) -> None:
     state.stop()
+    teardown.debug("probes and new work get 503")
+    if drain_s > 0:
+        state.engine.drain()
     await _wait_streams(state, drain_s)
     state.abort_all()
     with trio.move_on_after(READ_GRACE_S):
@@ -109,6 +123,7 @@ async def _end_streams(server: _Server, state: ServerState, drain_s: float) -> N
     if state.num_open_requests and state.engine.is_healthy:
         state.give_up(ABORT_GRACE_S)
         await _wait_streams(state, READ_GRACE_S, also_dead=True)
+    teardown.debug("streams ended, %d cut", state.num_open_requests)
 
 
 async def _wait_streams(state: ServerState, timeout_s: float, *, also_dead: bool = False) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import trio
 
@@ -31,7 +31,7 @@ class ServerState:
         self.created = int(time.time())
         self.stopping = False
         self.aborting = False
-        self._aborts: set[Callable[[], None]] = set()
+        self._aborts: dict[Callable[[], None], frozenset[str]] = {}
         self._idle = trio.Event()
 
     @property
@@ -48,6 +48,11 @@ class ServerState:
         """Take no new work from now on. Idempotent."""
         self.stopping = True
 
+    def check_alive(self) -> None:
+        """Raise what ended the engine, if something did."""
+        if self.engine.death is not None:
+            raise self.engine.death
+
     def check_accepting(self, model: str | None) -> None:
         """Refuse a request for another model, and any request once the server is stopping.
 
@@ -61,13 +66,16 @@ class ServerState:
             raise ModelNotFound(f"model {model!r} is not served here; use {self.model_name!r}", param="model")
 
     @contextlib.contextmanager
-    def answering(self, abort: Callable[[], None]) -> Iterator[None]:
-        """Count one accepted request as open during the block; `abort_all` may call its `abort`."""
-        self._aborts.add(abort)
+    def answering(self, abort: Callable[[], None], labels: Iterable[str] = ()) -> Iterator[None]:
+        """Count one accepted request as open during the block; `abort_all` may call its `abort`.
+
+        So may `abort_labelled` by one of its `labels`, which others may bear too.
+        """
+        self._aborts[abort] = frozenset(labels)
         try:
             yield
         finally:
-            self._aborts.discard(abort)
+            del self._aborts[abort]
             if not self._aborts:
                 self._idle.set()
                 self._idle = trio.Event()
@@ -78,9 +86,17 @@ class ServerState:
         for abort in self._aborts:
             abort()
 
+    def abort_labelled(self, labels: frozenset[str]) -> int:
+        """Abort the accepted requests that bear one of `labels`; return how many."""
+        named = [abort for abort, own in self._aborts.items() if own & labels]
+        for abort in named:
+            abort()
+        return len(named)
+
     def give_up(self, waited_s: float) -> None:
         """Count an engine that does not answer as dead: open streams get their error event at once."""
-        self.engine.give_up(Cause("EngineStuck", f"the engine did not end its requests within {waited_s:g} seconds"))
+        stuck = self.engine.busy_engines
+        self.engine.give_up(Cause("EngineStuck", f"{stuck} did not end its requests within {waited_s:g} seconds"))
 
     async def wait_idle(self) -> None:
         """Wait until no accepted request is open."""

@@ -113,6 +113,12 @@ class ReferenceAttention:
         for pages in (*self.key_pages, *self.value_pages):
             pages[NULL_BLOCK] = 0
 
+    def release_pages(self) -> None:
+        """Give the pages' memory back; nothing can be attended to any more."""
+        self.key_pages.clear()
+        self.value_pages.clear()
+        self._rooms.clear()
+
     def prepare(self, batch: AttentionBatch) -> _PreparedBatch:
         """Cut the step into groups of tiles with about the same number of keys."""
         groups: list[_Group] = []

@@ -13,6 +13,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from engine.bench.report import Table
+from engine.client.inproc import InprocClient
 from engine.llm import LLM
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.protocol import EngineCoreOutputs
@@ -33,14 +34,16 @@ class StepProfile:
 
     @contextmanager
     def measure(self, llm: LLM) -> Iterator[None]:
-        """Time the steps that `llm` takes in the block."""
+        """Time the steps that `llm`, whose engine runs in this thread, takes in the block."""
+        client = llm.client
+        assert isinstance(client, InprocClient)
         with ExitStack() as stack:
-            stack.enter_context(_wrapped(llm.core, "plan", self._timing("plan")))
-            stack.enter_context(_wrapped(llm.core, "commit", self._timing("commit", self._take_timings)))
-            stack.enter_context(_wrapped(llm.client, "get_output", self._timing("step", self._encode_outputs)))
-            attention = getattr(llm.runner, "attention", None)
+            stack.enter_context(_wrapped(client.core, "plan", self._timing("plan")))
+            stack.enter_context(_wrapped(client.core, "commit", self._timing("commit", self._take_timings)))
+            stack.enter_context(_wrapped(client, "peek_output", self._timing("step", self._encode_outputs)))
+            attention = getattr(client.runner, "attention", None)
             if attention is None:  # the integer model: all of its step is forward
-                stack.enter_context(_wrapped(llm.runner, "execute", self._timing("forward")))
+                stack.enter_context(_wrapped(client.runner, "execute", self._timing("forward")))
             else:
                 stack.enter_context(_wrapped(attention, "attend", self._timing("attention")))
             began = time.perf_counter()

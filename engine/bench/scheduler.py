@@ -1,7 +1,9 @@
 """Bench `scheduler`: what the engine's own thinking costs, without a model: `plan` and `commit` on the null runner.
 
 Three cores decode side by side, round by round: one of reference, whose pool is as small as it can be, one with many
-times as many requests waiting, and one with a large pool. So a ratio compares what was measured at the same time.
+times as many requests waiting, and one with a large pool. So a ratio compares what was measured at the same time. What
+counts is the processor's time, which others who use the machine do not lengthen as they do the clock's. Prompts differ
+in length, so that in each step as many requests as in any other fill a block, publish it and take the next one.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import statistics
 import time
 import tracemalloc
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import count
 
@@ -32,8 +34,12 @@ MAX_RATIO = 1.25
 MAX_BLOCK_BYTES = 300
 """What a cached block may cost in memory of the host."""
 BLOCK_SIZE = 16
+MAX_PROMPT = BLOCK_SIZE + 1
+"""Prompts have this many tokens or up to a block less."""
 NUM_CACHED = 16384
 """Cached blocks whose memory is measured."""
+Times = tuple[float, float]
+"""What `plan` and `commit` took."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,8 @@ class Sizes:
     @property
     def least_blocks(self) -> int:
         """Blocks that all running requests need in all steps."""
-        return self.num_running * -(-(2 + self.num_rounds * self.num_steps) // BLOCK_SIZE) + 1
+        num_tokens = MAX_PROMPT + self.num_rounds * self.num_steps
+        return self.num_running * -(-num_tokens // BLOCK_SIZE) + 1
 
 
 class Decoding:
@@ -61,7 +68,7 @@ class Decoding:
             model="null",
             scheduling_policy=policy,
             max_num_seqs=num_running,
-            max_num_batched_tokens=max(num_running, 512),
+            max_num_batched_tokens=max(num_running * MAX_PROMPT, 512),
             max_num_waiting=num_waiting + num_running,
             num_gpu_blocks_override=num_blocks,
             max_model_len=BLOCK_SIZE * min(16, num_blocks // num_running),
@@ -71,22 +78,22 @@ class Decoding:
         self.core = EngineCore(config, self.runner.start(lambda phase, done, total: None))
         params = SamplingParams(temperature=0.0, max_tokens=None)
         for i in range(num_running + num_waiting):
-            prompt = [i % VOCAB_SIZE, i // VOCAB_SIZE % VOCAB_SIZE]
+            prompt = [i % VOCAB_SIZE, i // VOCAB_SIZE % VOCAB_SIZE, *range(MAX_PROMPT - 2)][: 2 + i % BLOCK_SIZE]
             self.core.add(EngineCoreRequest(RequestId(f"r{i}"), "", prompt, params, 0.0, client_key=f"c{i % 7}"), 0.0)
         self.step()
 
-    def step(self) -> tuple[float, float]:
-        """Make, execute and commit a plan; returns the seconds that `plan` and `commit` took."""
-        began = time.perf_counter()
+    def step(self) -> Times:
+        """Make, execute and commit a plan; returns the seconds of this thread that `plan` and `commit` took."""
+        began = time.thread_time()
         plan = self.core.plan(0.0)
-        planned = time.perf_counter()
+        planned = time.thread_time()
         assert plan is not None
         self.runner.execute(plan)
         output = self.runner.sample()
-        sampled = time.perf_counter()
+        sampled = time.thread_time()
         self.core.commit(plan, output, 0.0)
         self.core.take_outputs()
-        return planned - began, time.perf_counter() - sampled
+        return planned - began, time.thread_time() - sampled
 
 
 def scheduler(policy: str, sizes: Sizes) -> Report:
@@ -99,16 +106,17 @@ def scheduler(policy: str, sizes: Sizes) -> Report:
     }
     gc.collect()
     gc.freeze()  # as a serving engine does: what lives from the start is not walked through again
-    times = _interleaved(cases, sizes)
+    rounds = _interleaved(cases, sizes)
     gc.unfreeze()
     settings = {"policy": policy, "num_running": sizes.num_running, "num_waiting": sizes.num_waiting}
     report = Report("scheduler", settings | {"num_blocks": sizes.num_blocks, "least_blocks": few})
-    medians: dict[str, Sequence[float]] = {
-        name: [statistics.median(part) * 1e6 for part in zip(*steps, strict=True)] for name, steps in times.items()
-    }
+    medians: dict[str, Sequence[float]] = {name: _median(map(_median, of_case)) for name, of_case in rounds.items()}
     plan_us, commit_us = medians["reference"]
+    both_us = [plan + commit for steps in rounds["reference"] for plan, commit in steps]
     report.add("plan", plan_us, "us")
     report.add("commit", commit_us, "us")
+    report.add("mean_of_both", statistics.mean(both_us), "us")
+    report.add("max_of_both", max(both_us), "us")
     report.add("limit_of_both", BASE_US + A_REQUEST_US * sizes.num_running, "us")
     report.add("a_running_request_beyond_the_base", (plan_us + commit_us - BASE_US) / sizes.num_running, "us")
     report.add("many_waiting_over_reference", sum(medians["many_waiting"]) / (plan_us + commit_us))
@@ -120,15 +128,19 @@ def scheduler(policy: str, sizes: Sizes) -> Report:
     return report
 
 
-def _interleaved(cases: dict[str, Decoding], sizes: Sizes) -> dict[str, Sequence[tuple[float, float]]]:
-    """Let the cases take turns; returns for each the medians (plan, commit) of its rounds, in seconds."""
-    times: dict[str, list[tuple[float, float]]] = defaultdict(list)
+def _interleaved(cases: dict[str, Decoding], sizes: Sizes) -> dict[str, list[list[Times]]]:
+    """Let the cases take turns; returns for each its rounds, and of each of them the steps, in microseconds."""
+    rounds: dict[str, list[list[Times]]] = defaultdict(list)
     for number in range(sizes.num_rounds):
         for name in sorted(cases, reverse=number % 2 == 1):
             steps = [cases[name].step() for _ in range(sizes.num_steps)]
-            plan_s, commit_s = (statistics.median(part) for part in zip(*steps, strict=True))
-            times[name].append((plan_s, commit_s))
-    return dict(times)
+            rounds[name].append([(plan_s * 1e6, commit_s * 1e6) for plan_s, commit_s in steps])
+    return dict(rounds)
+
+
+def _median(times: Iterable[Times]) -> Times:
+    plan, commit = zip(*times, strict=True)
+    return statistics.median(plan), statistics.median(commit)
 
 
 def cached_block_bytes(num_blocks: int) -> float:

@@ -16,6 +16,7 @@ from engine.bench.report import Report, open_json
 from engine.bench.scheduler import Sizes, scheduler
 from engine.bench.serve import serve
 from engine.bench.throughput import throughput
+from engine.bench.transport import transport
 from engine.bench.workload import Workload, check_count
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -72,6 +73,13 @@ def run_scheduler(options: argparse.Namespace) -> int:
     return EXIT_OK
 
 
+def run_transport(options: argparse.Namespace) -> int:
+    """Measure messages between two processes."""
+    if options.num_messages < 2:
+        raise ConfigError(f"--num-messages must be at least 2, got {options.num_messages}")
+    return _run(options.json, _until(partial(transport, options.num_messages)))
+
+
 def _workload(options: argparse.Namespace) -> Workload:
     for flag in ("num_prompts", "input_len", "output_len"):
         check_count(f"--{flag.replace('_', '-')}", getattr(options, flag))
@@ -119,5 +127,6 @@ BENCHES = {
     "serve": run_serve,
     "abort": run_abort,
     "scheduler": run_scheduler,
+    "transport": run_transport,
 }
 """By the name that follows `bench`."""

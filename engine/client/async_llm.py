@@ -7,18 +7,19 @@ by the receive task, until the engine's terminal output for it. A slow reader ge
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from typing import Self
+from typing import Any, Self
 
 import trio
 
+from engine.client.async_verbs import AsyncVerbs
 from engine.client.asynchronous import AsyncMPClient
 from engine.client.input_processor import InputProcessor, Messages, Prompt, PromptInput, RequestOptions
 from engine.client.output_processor import CompletionOutput, RequestOutput, RequestState, Usage
 from engine.client.tokenizer import Tokenizer
 from engine.config import EngineConfig
-from engine.errors import Cause, EngineDeadError, RequestAborted
+from engine.errors import Cause, EngineDeadError, EngineStopping
 from engine.metrics import SchedulerStats
 from engine.outputs import Logprobs, RequestId
 from engine.protocol import (
@@ -26,14 +27,13 @@ from engine.protocol import (
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineReady,
-    Pause,
-    PauseMode,
-    ResetPrefixCache,
-    Resume,
 )
 from engine.sampling_params import OutputKind, SamplingParams
+from engine.task_tree import telling
+from engine.verbs import Verb
 
 logger = logging.getLogger(__name__)
+teardown = logging.getLogger("teardown")
 
 MAX_TOKENIZER_THREADS = 2
 """Prompts that may be rendered and tokenized at once."""
@@ -119,7 +119,7 @@ class Stream:
         self._news.set()
 
 
-class AsyncLLM:
+class AsyncLLM(AsyncVerbs):
     """One engine, asynchronously. Owned by `open_engine`; its receive task is `run`."""
 
     def __init__(
@@ -137,6 +137,8 @@ class AsyncLLM:
         self._ended = trio.Event()
         self._stats_changed = trio.Event()
         self._is_stopping = False
+        self._last_message: EngineCoreOutputs | None = None
+        self._last_message_s = 0.0
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -150,8 +152,11 @@ class AsyncLLM:
         priority: int = 0,
         cache_salt: str | None = None,
         client_key: str | None = None,
+        data_parallel_rank: int | None = None,
     ) -> AsyncIterator[Stream]:
         """Open a stream of outputs for `prompt`: text, token ids or chat messages. Leaving it early aborts.
+
+        Of several engines the one of `data_parallel_rank` answers, or the one with the fewest requests in flight.
 
         Raises:
             RequestError: On entering: the request was refused and nothing was started.
@@ -163,9 +168,9 @@ class AsyncLLM:
         self._check_accepts()
         tokenized = await self._tokenize(prompt)
         self._check_accepts()
-        options = RequestOptions(request_id, priority, cache_salt, client_key)
+        options = RequestOptions(request_id, priority, cache_salt, client_key, data_parallel_rank)
         label, requests = self._input_processor.make_requests(tokenized, params, options)
-        self.check_room(len(requests))
+        self._client.check_room(len(requests), data_parallel_rank)
         state = RequestState(label, tokenized.text, requests, kind, self.tokenizer, arrival_s)
         stream = Stream(state, kind)
         try:
@@ -184,11 +189,12 @@ class AsyncLLM:
         async with self.generate(messages, params, request_id=request_id) as stream:
             return await stream.collect()
 
-    def abort(self, request_id: str) -> None:
-        """End every request with this label; its reader gets a last output with reason abort. Unknown is ignored."""
-        for state in {id(state): state for state, _ in self._slots.values()}.values():
-            if state.request_id == request_id:
-                self._abort_state(state, AbortReason.CLIENT, told=True)
+    def abort(self, *request_ids: str) -> int:
+        """End every request with one of these labels; its reader gets a last output, reason abort. Returns how many."""
+        states = {id(state): state for state, _ in self._slots.values() if state.request_id in request_ids}
+        for state in states.values():
+            self._abort_state(state, AbortReason.CLIENT, told=True)
+        return len(states)
 
     async def _tokenize(self, prompt: PromptInput) -> Prompt:
         """Tokenize text and messages in a thread; ids are only checked, here."""
@@ -243,8 +249,22 @@ class AsyncLLM:
         await self._ended.wait()
 
     def stats(self) -> SchedulerStats:
-        """Return the scheduler's state as of the last message."""
+        """Return the scheduler's state as of the last message, that of several engines as if they were one."""
         return self._client.stats
+
+    def stats_by_engine(self) -> list[SchedulerStats]:
+        """Return each engine's scheduler's state as of its last message, by rank."""
+        return [engine.stats for engine in self._client.engines]
+
+    @property
+    def readies(self) -> list[EngineReady]:
+        """What each engine said when it was ready, by rank."""
+        return [engine.ready for engine in self._client.engines]
+
+    @property
+    def busy_engines(self) -> str:
+        """Which engines have requests in flight, for a message."""
+        return self._client.name_engines(lambda engine: engine.num_live > 0)
 
     async def wait_for_stats(self, reached: Callable[[SchedulerStats], bool]) -> SchedulerStats:
         """Wait until `reached(stats)` holds of the scheduler's state and return it.
@@ -264,36 +284,48 @@ class AsyncLLM:
         """Requests in flight: sent, and not yet answered by a terminal output."""
         return self._client.num_live
 
-    async def reset_prefix_cache(self, *, reset_running: bool = False) -> bool:
-        """Forget cached prefixes; returns False while blocks are in use, unless running requests are preempted."""
-        return bool(await self._client.call(ResetPrefixCache(reset_running)))
-
-    async def pause(self, mode: PauseMode = PauseMode.ABORT) -> None:
-        """Stop admitting requests and return once nothing runs (keep: at once); queued ones wait for `resume`."""
-        await self._client.call(Pause(mode))
-
-    async def resume(self) -> None:
-        """Undo `pause`."""
-        await self._client.call(Resume())
+    async def call(self, verb: Verb, timeout_s: float | None = None) -> Any:
+        """Run `verb` in the engine and return its answer, see `AsyncMPClient.call`."""
+        return await self._client.call(verb, timeout_s)
 
     # -- owned by open_engine ------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Receive until the engine stops or dies; every stream learns of it at once."""
         try:
-            while (message := await self._client.get_output()) is not None:
-                self._dispatch(message)
+            with telling("client", self._describe):
+                while (message := await self._client.get_output()) is not None:
+                    self._dispatch(message)
         except EngineDeadError as death:
             logger.debug("the engine died: %s\n%s", death, death.cause.traceback)
         finally:
             self._tell_end()
 
+    def _describe(self) -> Iterator[str]:
+        """Yield what one asks first when streams hang."""
+        if self._last_message is None:
+            last = "no message yet"
+        else:
+            age_s = trio.current_time() - self._last_message_s
+            last = f"last message, of step {self._last_message.step}, {age_s:.3f} s ago"
+        yield f"engine {'alive' if self.is_healthy else f'dead: {self.death}'}; {last}"
+        streams = {id(stream) for _, stream in self._slots.values()}
+        yield f"{len(streams)} live streams, {self.num_live} requests in flight"
+        yield f"waiting calls: {', '.join(self._client.waiting_calls) or 'none'}"
+
     def _tell_end(self) -> None:
+        if self._client.death is None:  # nobody receives any more, so nothing else would tell those who still wait
+            self._client.declare_dead(EngineDeadError(Cause("EngineLeft", "the engine was left before it had stopped")))
         for _, stream in self._slots.values():
             stream.wake(self._client.death)
         self._slots.clear()
         self._ended.set()
         self._stats_changed.set()
+
+    def drain(self) -> None:
+        """Refuse new requests and verbs from now on; what was accepted goes on, also where it is paused or asleep."""
+        self._is_stopping = True
+        self._client.drain()
 
     async def aclose(self, timeout_s: float) -> EngineDeadError | None:
         """Abort what still runs, stop the engine and wait for its last word, at most `timeout_s`.
@@ -303,28 +335,25 @@ class AsyncLLM:
         if self._ended.is_set():
             return None
         self._is_stopping = True
+        teardown.debug("engine asked to stop")
         self._client.abort_requests(list(self._slots), AbortReason.SHUTDOWN)
         self._client.shutdown()
         with trio.move_on_after(timeout_s):
             await self._ended.wait()
         if not self._ended.is_set():
-            return EngineDeadError(Cause("EngineStuck", f"the engine did not stop within {timeout_s:g} seconds"))
+            stuck = self._client.name_engines(lambda engine: not engine.has_stopped)
+            return EngineDeadError(Cause("EngineStuck", f"{stuck} did not stop within {timeout_s:g} seconds"))
         return None if self._client.has_stopped else self.death
 
     def _dispatch(self, message: EngineCoreOutputs) -> None:
         stopped: list[RequestId] = []
-        now_s = trio.current_time()
+        self._last_message, self._last_message_s = message, (now_s := trio.current_time())
         for output in message.outputs:
             slot = self._slots.get(output.request_id)
             if slot is None:
                 continue
             state, stream = slot
-            try:
-                if state.add(output, now_s):
-                    stopped.append(output.request_id)
-            except Exception as error:  # a request that cannot be turned into text fails alone
-                logger.exception("request %s failed in output processing", state.request_id)
-                state.completions[output.request_id].fail(Cause.of(error))
+            if state.receive(output, now_s):
                 stopped.append(output.request_id)
             if output.finish_reason is not None:
                 del self._slots[output.request_id]
@@ -349,9 +378,3 @@ class AsyncLLM:
             first,
             now_s - metrics.arrival_s,
         )
-
-
-class EngineStopping(RequestAborted):
-    """The engine is being shut down: nothing was started; ask another one, or later."""
-
-    status_hint = 503

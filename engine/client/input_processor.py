@@ -53,6 +53,7 @@ class RequestOptions(NamedTuple):
     priority: int = 0
     cache_salt: str | None = None
     client_key: str | None = None
+    data_parallel_rank: int | None = None
 
 
 class InputProcessor:
@@ -153,6 +154,7 @@ class InputProcessor:
             priority=options.priority,
             client_key=options.client_key,
             cache_salt=options.cache_salt,
+            data_parallel_rank=options.data_parallel_rank,
         )
 
     def _with_token_ids(self, params: SamplingParams) -> SamplingParams:

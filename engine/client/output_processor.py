@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import msgspec
 
 from engine.client.detokenizer import Detokenizer
@@ -11,6 +13,8 @@ from engine.outputs import FinishReason, RequestId
 from engine.outputs import Logprobs as Logprobs  # part of what readers get, and so of this interface
 from engine.protocol import EngineCoreOutput, EngineCoreRequest
 from engine.sampling_params import OutputKind
+
+logger = logging.getLogger(__name__)
 
 
 class CompletionOutput(msgspec.Struct, kw_only=True):
@@ -177,6 +181,7 @@ class RequestState:
         self.num_cached_tokens = 0
         self.prompt_logprobs: Logprobs | None = None
         self.metrics = RequestMetrics(arrival_s=arrival_s)
+        self._kind = kind
         self.completions = {
             request.request_id: Completion(index, request, kind, tokenizer) for index, request in enumerate(requests)
         }
@@ -213,6 +218,22 @@ class RequestState:
         if self.metrics.finished_s is None and self.is_finished:
             self.metrics.finished_s = now_s
         return must_abort
+
+    def receive(self, output: EngineCoreOutput, now_s: float) -> bool:
+        """Take in an output as `add` does; a completion that cannot be turned into text fails alone, and is aborted."""
+        try:
+            return self.add(output, now_s)
+        except Exception as error:
+            logger.exception("request %s failed in output processing", self.request_id)
+            self.completions[output.request_id].fail(Cause.of(error))
+            return output.finish_reason is None
+
+    def fetch_all(self) -> RequestOutput | None:
+        """Return the request with the completions of which there is news; all at once, at the end, if asked so."""
+        if self._kind is OutputKind.FINAL_ONLY and not self.is_finished:
+            return None
+        news = [output for output in map(Completion.fetch, self.completions.values()) if output is not None]
+        return self.output(news) if news else None
 
     def fetch(self) -> CompletionOutput | None:
         """Return news of the first completion that has any."""

@@ -13,8 +13,9 @@ from typing import Any, NamedTuple
 
 import tokenizers
 
-from engine.errors import CheckpointError, InvalidRequest
+from engine.errors import CheckpointError, InvalidRequest, UnsupportedModel
 from engine.models import sentence_pieces
+from engine.models.checkpoint import first_few
 from engine.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,14 @@ def _read_pieces(folder: Path, config: dict[str, Any], named: dict[str, str]) ->
         adds_prefix=model.adds_prefix and config.get("add_prefix_space") is not False,
         prefixes_all=config.get("legacy") is not False,
     )
+    unsplit = [
+        piece for piece, kind in zip(model.pieces, model.kinds, strict=True) if kind == sentence_pieces.USER_DEFINED
+    ]
+    if unsplit and (model.charsmap or model.removes_extra_spaces or (model.adds_prefix and model.prefixes_all)):
+        raise UnsupportedModel(
+            f"{path}: its {len(unsplit)} user-defined pieces ({first_few(unsplit)}) are found by SentencePiece after "
+            f"the text is normalised, which is not done here: give the folder a tokenizer.json"
+        )
     try:
         backend = sentence_pieces.build(model)
     except CheckpointError as error:

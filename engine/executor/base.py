@@ -7,11 +7,13 @@ each sampled before the next is executed: a later plan may need its tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any, Protocol
 
 from engine.config import EngineConfig
 from engine.outputs import Capacity, GrammarMasks, ModelRunnerOutput, SchedulerOutput
+from engine.verbs import SleepTag, Verb
 
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total) in the Trio thread while an executor starts; total 0 means unknown."""
@@ -55,8 +57,18 @@ class Executor(Protocol):
         """Launch `plan` and return at once; an empty plan is legal and only carries finished ids."""
         ...
 
-    async def call(self, verb: Any) -> Any:
-        """Run one utility verb between steps; raises what the verb raises."""
+    async def call(self, verb: Verb) -> Any:
+        """Run one utility verb between steps, see `runner_verbs.call_runner`; raises what the verb raises.
+
+        Shielded, as a step is.
+
+        Raises:
+            ExecutorDead: The worker was lost.
+        """
+        ...
+
+    def abandon(self) -> None:
+        """Count the worker as lost: who waits for it learns at once, and `aclose` does not wait for it."""
         ...
 
     async def aclose(self) -> None:
@@ -66,6 +78,11 @@ class Executor(Protocol):
 
 class Runner(Protocol):
     """The synchronous twin of an executor: a step in two halves, as plain calls."""
+
+    @property
+    def capacity(self) -> Capacity:
+        """What `start` returned."""
+        ...
 
     def start(self, progress: Progress) -> Capacity:
         """Load and warm up; phases as in `Executor.start`."""
@@ -77,4 +94,20 @@ class Runner(Protocol):
 
     def sample(self, grammar_masks: GrammarMasks | None = None) -> ModelRunnerOutput:
         """Sample for the plan executed last; to be called before the next is executed."""
+        ...
+
+    def sleep(self, level: int) -> None:
+        """Give back keys and values (level 1) and the weights too (2); no plan is in flight. Idempotent."""
+        ...
+
+    def wake_up(self, tags: Iterable[SleepTag]) -> None:
+        """Take back what `tags` name and sleeps; pages come back empty."""
+        ...
+
+    def save_sharded_state(self, path: Path, max_size_bytes: int) -> list[str]:
+        """Write the model into the new folder `path` in shards of at most `max_size_bytes`; return their names."""
+        ...
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes held now, by what holds them: kv_cache, weights, and the process as a whole."""
         ...

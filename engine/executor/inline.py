@@ -10,7 +10,9 @@ import trio
 from engine.config import EngineConfig
 from engine.errors import Cause, ExecutorDead
 from engine.executor.base import Progress, Runner
+from engine.executor.runner_verbs import call_runner
 from engine.outputs import Capacity, GrammarMasks, ModelRunnerOutput, SchedulerOutput
+from engine.verbs import Verb
 from transport.worker import Job, Worker, WorkerLost
 
 T = TypeVar("T")
@@ -63,13 +65,13 @@ class InlineExecutor:
             return InlineExecution(forward, lambda masks: self._worker.submit(self._sample, masks))
         return InlineExecution(self._worker.submit(self._execute_and_sample, plan))
 
-    async def call(self, verb: Any) -> Any:
-        """Refuse: nothing can be asked of this executor beside steps.
+    async def call(self, verb: Verb) -> Any:
+        """Run `verb` after the steps launched so far; raises what it raises, see `Executor.call`."""
+        return await _result_of(self._worker.submit(self._call, verb))
 
-        Raises:
-            NotImplementedError: Always, naming the verb.
-        """
-        raise NotImplementedError(f"the executor has no verb {type(verb).__name__}")
+    def abandon(self) -> None:
+        """Count the thread as lost: a job that hangs cannot be ended but with the process."""
+        self._worker.abandon()
 
     async def aclose(self) -> None:
         """End the thread after the jobs given so far and drop the runner; idempotent, shielded."""
@@ -89,6 +91,10 @@ class InlineExecutor:
     def _sample(self, masks: GrammarMasks | None) -> ModelRunnerOutput:
         assert self._runner is not None
         return self._runner.sample(masks)
+
+    def _call(self, verb: Verb) -> Any:
+        assert self._runner is not None
+        return call_runner(self._runner, verb)
 
     def _execute_and_sample(self, plan: SchedulerOutput) -> ModelRunnerOutput:
         self._execute(plan)

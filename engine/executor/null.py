@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import islice
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +28,7 @@ from engine.config import EngineConfig
 from engine.errors import Cause
 from engine.executor.base import Progress
 from engine.kv_cache.spec import KVCacheSpec, choose_num_kv_blocks, num_blocks_for, num_page_tensors
-from engine.model_runner.memory import available_memory_bytes
+from engine.model_runner.memory import available_memory_bytes, held_memory_bytes
 from engine.outputs import (
     Capacity,
     GrammarMasks,
@@ -35,10 +36,10 @@ from engine.outputs import (
     RequestId,
     ScheduledRequest,
     SchedulerOutput,
-    TokenArray,
 )
 from engine.sampling_params import SamplingParams
 from engine.structured_output.grammar import Grammar, new_bitmasks
+from engine.verbs import SleepTag
 
 VOCAB_SIZE = 256
 """A token is a byte."""
@@ -55,18 +56,34 @@ _GAMMA = 0x9E3779B97F4A7C15
 _MASK = 2**64 - 1
 _ONE = np.uint64(1)
 _Numbers = npt.NDArray[np.uint64]
-_Slots = npt.NDArray[np.int64]
 
 
 class NullModelRunner:
-    """Runs plans on the integer model; the same seam as `engine.model_runner.ModelRunner`."""
+    """Runs plans on the integer model; the same seam as `engine.model_runner.ModelRunner`.
 
-    def __init__(self, config: EngineConfig, max_concurrent_plans: int = 1, *, windows: Windows = (None, None)) -> None:
-        """Keep the settings; `start` allocates. `max_concurrent_plans` is what the capacity will state."""
+    Attributes:
+        capacity: What `start` returned.
+    """
+
+    capacity: Capacity
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        max_concurrent_plans: int = 1,
+        *,
+        windows: Windows = (None, None),
+        available_memory: Callable[[], int] = available_memory_bytes,
+    ) -> None:
+        """Keep the settings; `start` allocates.
+
+        `max_concurrent_plans` is what the capacity will state, `available_memory` gives the bytes that pages may take.
+        """
         self._config = config
         self.windows = windows
         self._spec = KVCacheSpec(num_layers=2, num_kv_heads=1, head_dim=1, item_size_bytes=4, windows=windows)
         self._max_concurrent_plans = max_concurrent_plans
+        self._available_memory = available_memory
         self._executed: deque[tuple[SchedulerOutput, list[int]]] = deque()
         self._sampled: dict[RequestId, dict[int, int]] = {}
 
@@ -86,24 +103,12 @@ class NullModelRunner:
             self._spec,
             config,
             max_model_len,
-            available_memory_bytes(),
+            self._available_memory(),
             num_tokens * self._spec.token_size_bytes,
             self._max_concurrent_plans,
         )
-        num_slots = num_blocks * config.block_size
-        tensors = [np.zeros(num_slots, dtype=np.uint64) for _ in range(num_page_tensors(groups))]
-        places = {
-            layer: (index, tensors[tensor])
-            for index, group in enumerate(groups)
-            for tensor, layer in enumerate(group.layers)
-        }
-        self._groups = [places[layer][0] for layer in sorted(places)]
-        self._pages = [places[layer][1] for layer in sorted(places)]
-        progress("kv_pages", 1, 1)
         self._factors = _position_factors(max_model_len)
-        self._offsets = np.arange(config.block_size)
-        progress("warm_up", 1, 1)
-        return Capacity(
+        self.capacity = Capacity(
             num_kv_blocks=num_blocks,
             block_size=config.block_size,
             max_model_len=max_model_len,
@@ -112,6 +117,45 @@ class NullModelRunner:
             max_concurrent_plans=self._max_concurrent_plans,
             kv_cache_groups=groups,
         )
+        self._allocate_pages()
+        progress("kv_pages", 1, 1)
+        progress("warm_up", 1, 1)
+        return self.capacity
+
+    def _allocate_pages(self) -> None:
+        groups = self.capacity.kv_cache_groups
+        shape = (self.capacity.num_kv_blocks, self.capacity.block_size)
+        tensors = [np.zeros(shape, dtype=np.uint64) for _ in range(num_page_tensors(groups))]
+        places = {
+            layer: (index, tensors[tensor])
+            for index, group in enumerate(groups)
+            for tensor, layer in enumerate(group.layers)
+        }
+        self._groups = [places[layer][0] for layer in sorted(places)]
+        self._pages = [places[layer][1] for layer in sorted(places)]
+
+    def sleep(self, level: int) -> None:
+        """Give back the pages; there are no weights. Idempotent."""
+        if level:
+            self._pages = []
+
+    def wake_up(self, tags: Iterable[SleepTag]) -> None:
+        """Take back the pages, empty, if they sleep and `tags` name them."""
+        if SleepTag.KV_CACHE in tags and not self._pages:
+            self._allocate_pages()
+
+    def save_sharded_state(self, path: Path, max_size_bytes: int) -> list[str]:
+        """Refuse: there is nothing to save.
+
+        Raises:
+            ValueError: Always; the caller's fault.
+        """
+        raise ValueError("the null model has no weights to save")
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes held now, by what holds them."""
+        pages = {id(page): page.nbytes for page in self._pages}
+        return {"kv_cache": sum(pages.values()), "weights": 0, "process": held_memory_bytes()}
 
     def execute(self, plan: SchedulerOutput) -> None:
         """Run one step: drop what ended, then layer by layer write all rows' K/V before any is read.
@@ -122,14 +166,11 @@ class NullModelRunner:
             time.sleep(self._config.null_step_ms / 1000)  # the simulated device, on the executor's own thread
         for request_id in plan.finished_request_ids:
             self._sampled.pop(request_id, None)
-        rows = [(row, self._slots(row)) for row in plan.requests]
-        for row, (slots_0, _) in rows:
-            self._pages[0][slots_0[row.start :]] = self._inputs(row).astype(np.uint64) + _ONE
-        for row, (slots_0, slots_1) in rows:
-            self._pages[1][slots_1[row.start :]] = self._attend(0, row.start, slots_0)
-        states = [
-            int(self._attend(1, len(slots_1) - 1, slots_1)[0]) if row.samples else 0 for row, (_, slots_1) in rows
-        ]
+        for row in plan.requests:
+            self._write(0, row, self._inputs(row))
+        for row in plan.requests:
+            self._write(1, row, self._attend(0, row) if row.num_tokens > 1 else self._attend_last(0, row))
+        states = [self._attend_last(1, row) if row.samples else 0 for row in plan.requests]
         self._executed.append((plan, states))
 
     def sample(self, grammar_masks: GrammarMasks | None = None) -> ModelRunnerOutput:
@@ -173,35 +214,49 @@ class NullModelRunner:
             return DEFAULT_MAX_MODEL_LEN
         return max(2, min(DEFAULT_MAX_MODEL_LEN, num_blocks * config.block_size))
 
-    def _inputs(self, row: ScheduledRequest) -> TokenArray:
-        """Return this step's token ids, `[num_tokens]`, the late ones as sampled by uncommitted steps."""
+    def _inputs(self, row: ScheduledRequest) -> _Numbers | int:
+        """Return this step's token ids + 1, `[num_tokens]`, the late ones as sampled by uncommitted steps."""
+        if row.num_tokens == 1:
+            position = row.start
+            return 1 + (self._sampled[row.request_id][position] if row.num_late else int(row.tokens[position]))
         end = row.start + row.num_tokens
         known = row.tokens[row.start : end - row.num_late]
-        if not row.num_late:
-            return known
-        sampled = self._sampled[row.request_id]
-        late = [sampled[position] for position in range(end - row.num_late, end)]
-        return np.concatenate([known, np.array(late, dtype=np.int32)])
+        if row.num_late:
+            sampled = self._sampled[row.request_id]
+            late = [sampled[position] for position in range(end - row.num_late, end)]
+            known = np.concatenate([known, np.array(late, dtype=np.int32)])
+        return known.astype(np.uint64) + _ONE
 
-    def _slots(self, row: ScheduledRequest) -> tuple[_Slots, _Slots]:
-        """Return for each layer where its block table puts the K/V of every position so far, `[end]` each."""
+    def _write(self, layer: int, row: ScheduledRequest, numbers: _Numbers | int) -> None:
+        """Put the K/V of this step's tokens, `[num_tokens]`, where the layer's block table has their places."""
+        table, block_size = row.block_tables[self._groups[layer]], self._config.block_size
+        if row.num_tokens == 1:
+            self._pages[layer][table[row.start // block_size], row.start % block_size] = numbers
+        else:
+            positions = np.arange(row.start, row.start + row.num_tokens)
+            self._pages[layer][table[positions // block_size], positions % block_size] = numbers
+
+    def _read(self, layer: int, row: ScheduledRequest) -> _Numbers:
+        """Return the K/V of all tokens so far, `[start + num_tokens]`, from where the block table has them."""
         end = row.start + row.num_tokens
-        num_blocks = num_blocks_for(end, self._config.block_size)
-        tables = [
-            (table[:num_blocks, None] * self._config.block_size + self._offsets).ravel()[:end]
-            for table in row.block_tables
-        ]
-        return tables[self._groups[0]], tables[self._groups[1]]
+        table = row.block_tables[self._groups[layer]][: num_blocks_for(end, self._config.block_size)]
+        return self._pages[layer][table].ravel()[:end]
 
-    def _attend(self, layer: int, start: int, slots: _Slots) -> _Numbers:
-        """Read all K/V in `slots`; return the weighted sum over the window of each position from `start` on."""
-        window = self.windows[layer]
-        sums: _Numbers = (self._pages[layer][slots] * self._factors[: len(slots)]).cumsum()
-        if window is None or window >= len(slots):
+    def _attend_last(self, layer: int, row: ScheduledRequest) -> int:
+        """Return the weighted sum over the window of the last position."""
+        numbers, window = self._read(layer, row), self.windows[layer]
+        first = 0 if window is None else max(0, len(numbers) - window)
+        return int(numbers[first:].dot(self._factors[first : len(numbers)]))
+
+    def _attend(self, layer: int, row: ScheduledRequest) -> _Numbers:
+        """Return the weighted sum over the window of each of this step's positions, `[num_tokens]`."""
+        numbers, start, window = self._read(layer, row), row.start, self.windows[layer]
+        sums: _Numbers = (numbers * self._factors[: len(numbers)]).cumsum()
+        if window is None or window >= len(numbers):
             return sums[start:]
         seen = sums[start:].copy()
         first = max(start, window)  # what lies before the window, whatever it is, is in both sums
-        seen[first - start :] -= sums[first - window : len(slots) - window]
+        seen[first - start :] -= sums[first - window : len(numbers) - window]
         return seen
 
 
@@ -233,13 +288,14 @@ def continuation(
     states = [0, 0]  # for each layer their sum over the window of the last position
 
     def read(token_id: int) -> None:
-        number = token_id + 1
+        number, factor = token_id + 1, _factor(len(terms[0]))
         for layer, window in enumerate(windows):
-            terms[layer].append(number * _factor(len(terms[layer])) & _MASK)
-            states[layer] += terms[layer][-1]
-            if window is not None and window < len(terms[layer]):
-                states[layer] -= terms[layer][-1 - window]
-            number = states[layer] = states[layer] & _MASK
+            of_layer = terms[layer]
+            of_layer.append(number * factor & _MASK)
+            state = states[layer] + of_layer[-1]
+            if window is not None and window < len(of_layer):
+                state -= of_layer[-1 - window]
+            number = states[layer] = state & _MASK
 
     for token_id in prompt_token_ids:
         read(token_id)
@@ -252,10 +308,10 @@ def continuation(
         if allowed == []:
             return
         token_id = _draw(states[1], params, allowed)
-        yield token_id
-        read(token_id)
         if grammar is not None:
             grammar.accept_tokens([token_id])
+        yield token_id
+        read(token_id)
 
 
 def _draw(state: int, params: SamplingParams, allowed: Sequence[int] | None = None) -> int:
@@ -270,7 +326,8 @@ def _draw(state: int, params: SamplingParams, allowed: Sequence[int] | None = No
 def allowed_tokens(mask: GrammarMasks) -> list[int]:
     """Return the token ids that `mask`, packed bits `[ceil(vocab_size / 32)]`, allows."""
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")[:VOCAB_SIZE]
-    return [int(token_id) for token_id in np.flatnonzero(bits)]
+    token_ids: list[int] = np.flatnonzero(bits).tolist()
+    return token_ids
 
 
 def _mix(value: int) -> int:
@@ -287,6 +344,7 @@ def _factor(position: int) -> int:
     return _mix(position * _GAMMA) | 1
 
 
+@lru_cache(maxsize=8)
 def _position_factors(num_positions: int) -> _Numbers:
     """Return `_factor` of each position, `[num_positions]`."""
     numbers = np.arange(1, num_positions + 1, dtype=np.uint64) * np.uint64(_GAMMA)

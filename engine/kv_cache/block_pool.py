@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 
 from engine.kv_cache.spec import NULL_BLOCK
 from engine.outputs import BlockId
@@ -120,18 +121,18 @@ class BlockPool:
         Raises:
             AssertionError: Counts, queue or order are not what they must be.
         """
-        expected = array("i", bytes(4 * (self.num_blocks + 1)))
+        expected = [0] * (self.num_blocks + 1)
         for block in referenced:
             expected[block] += 1
-        actual = self._num_references
-        assert actual == expected, f"references {list(actual)} are not those of tables and plans {list(expected)}"
+        actual = self._num_references.tolist()
+        assert actual == expected, f"references {actual} are not those of tables and plans {expected}"
         assert actual[NULL_BLOCK] == 0, "the null block is referenced"
-        num_free, last, cached_begin = 0, NULL_BLOCK, False
-        for block in self.free_blocks():
-            assert actual[block] == 0, f"block {block} is in use and in the free queue"
-            assert num_free < self.num_blocks, "the free queue is a ring"
-            assert is_cached(block) or not cached_begin, f"a cached block is queued before {block}, which is not"
-            cached_begin, last, num_free = cached_begin or is_cached(block), block, num_free + 1
-        assert num_free == self.num_free_blocks, f"{self.num_free_blocks} blocks are counted free, {num_free} are"
-        assert num_free == actual.count(0) - 1, f"{num_free} blocks are free, some of the others have no reference"
-        assert self._previous[NULL_BLOCK] == last, "the end of the free queue is lost"
+        free = [*islice(self.free_blocks(), self.num_blocks + 1)]
+        assert len(free) <= self.num_blocks, f"the free queue never ends: {free}"
+        assert len(free) == self.num_free_blocks, f"{self.num_free_blocks} blocks are counted free, {len(free)} are"
+        assert len(free) == actual.count(0) - 1, f"{len(free)} blocks are free, some of the others have no reference"
+        assert not any(map(actual.__getitem__, free)), f"one of {free} is in use and in the free queue"
+        cached = [*map(is_cached, free)]
+        assert cached == sorted(cached), f"a cached block is queued before one that is not: {free}, {cached}"
+        before = [self._previous[block] for block in (*free, NULL_BLOCK)]
+        assert before == [NULL_BLOCK, *free], f"the free queue {free} is {before} when read backwards"

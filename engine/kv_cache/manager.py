@@ -22,65 +22,14 @@ from collections.abc import Sequence
 from itertools import takewhile
 
 from engine.kv_cache.block_pool import BlockPool
+from engine.kv_cache.block_tables import BlockTable, BlockTables
 from engine.kv_cache.match import Match, longest_match
 from engine.kv_cache.prefix_cache import PrefixCache
-from engine.kv_cache.spec import NULL_BLOCK, max_blocks_for, num_blocks_for, num_skipped_blocks
-from engine.outputs import BlockId, KVCacheGroup, RequestId, TokenArray
-from engine.request import AppendOnlyArray, Request, Shortage
+from engine.kv_cache.spec import max_blocks_for, num_blocks_for, num_skipped_blocks
+from engine.outputs import BlockId, KVCacheGroup, RequestId, ScheduledRequest
+from engine.request import Request, Shortage
 
 ALL_LAYERS = (KVCacheGroup(layers=(0,)),)
-
-
-class _Table:
-    """One group's blocks of one running request.
-
-    Attributes:
-        blocks: In order of positions; null blocks first, where a window has passed.
-        num_skipped: How many null blocks there are.
-        num_published: How many blocks went to the prefix cache or came from it.
-    """
-
-    __slots__ = ("array", "blocks", "num_published", "num_skipped")
-
-    def __init__(self, blocks: list[BlockId]) -> None:
-        self.blocks = list(blocks)
-        self.array = AppendOnlyArray(blocks)
-        self.num_published = len(blocks)
-        self.num_skipped = blocks.count(BlockId(NULL_BLOCK))
-
-    def extend(self, blocks: list[BlockId]) -> None:
-        self.blocks += blocks
-        for block in blocks:
-            self.array.append(block)
-
-    def skip(self, num_skipped: int) -> list[BlockId]:
-        """Put null blocks in the place of the first `num_skipped`, in a new array; return what was there."""
-        skipped = self.blocks[self.num_skipped : num_skipped]
-        self.blocks[self.num_skipped : num_skipped] = [BlockId(NULL_BLOCK)] * len(skipped)
-        self.array = AppendOnlyArray(self.blocks)
-        self.num_skipped = num_skipped
-        return skipped
-
-
-class _Tables(tuple[_Table, ...]):
-    """One request's tables, one a group, all of one length.
-
-    Attributes:
-        num_slots: Tokens they have room for.
-        views: What plans are given.
-        num_tokens: Tokens at admission, room for which is promised.
-        num_promised: Blocks still to be taken of those promised.
-    """
-
-    num_slots: int
-    views: tuple[TokenArray, ...]
-    num_tokens: int
-    num_promised: int = 0
-
-    @property
-    def num_blocks(self) -> int:
-        """How many blocks they hold, shared ones included."""
-        return sum([len(table.blocks) - table.num_skipped for table in self])
 
 
 class KVCacheManager:
@@ -99,7 +48,8 @@ class KVCacheManager:
     ) -> None:
         """Manage blocks 1 to `num_blocks - 1`, of `block_size` tokens each.
 
-        At most `max_in_flight` tokens of a request are uncommitted at a time.
+        At most `max_in_flight` tokens of a request are uncommitted at a time. `num_changes` grows whenever somebody is
+        admitted or blocks are given back: in between, all that victims could free grows by nothing.
         """
         self.block_size = block_size
         self.pool = BlockPool(num_blocks)
@@ -110,13 +60,19 @@ class KVCacheManager:
         self._max_in_flight = max_in_flight
         self._num_promised = 0
         self._num_common: tuple[int, ...] | None = None
-        self._tables: dict[RequestId, _Tables] = {}
-        self._held: dict[int, dict[RequestId, _Tables]] = {}
+        self.num_changes = 0
+        self._tables: dict[RequestId, BlockTables] = {}
+        self._held: dict[int, dict[RequestId, BlockTables]] = {}
 
     @property
     def has_held_blocks(self) -> bool:
         """Whether plans in flight hold blocks that their requests gave back."""
         return bool(self._held)
+
+    @property
+    def awaited_steps(self) -> set[int]:
+        """Steps in flight that have published something, or hold blocks that their requests gave back."""
+        return self.prefix_cache.uncommitted_steps | self._held.keys()
 
     @property
     def num_available_blocks(self) -> int:
@@ -130,7 +86,7 @@ class KVCacheManager:
     def num_blocks(self, request: Request) -> int:
         """Return how many blocks a running request holds or is promised, shared ones included."""
         tables = self._tables[request.request_id]
-        return tables.num_blocks + tables.num_promised
+        return len(tables.blocks_in_use) + tables.num_promised
 
     # A request comes
 
@@ -151,13 +107,17 @@ class KVCacheManager:
         shortage = request.shortage
         if shortage is None:
             return False
-        lacks_blocks = shortage.num_blocks + num_reserved > self.num_available_blocks
         lacks_tokens = max_new is not None and shortage.num_new > max_new
-        if not (lacks_blocks or lacks_tokens):
+        if not lacks_tokens and not self.lacks_blocks(request, num_reserved):
             return False
         if shortage.free_hit is not None and self.pool.num_references(shortage.free_hit) > 0:
             return False
         return shortage.next_block is None or self.prefix_cache.find(*shortage.next_block) is None
+
+    def lacks_blocks(self, request: Request, num_reserved: int) -> bool:
+        """Whether `has_room` refused before and there are still too few blocks for what `match` had found; O(1)."""
+        shortage = request.shortage
+        return shortage is not None and shortage.num_blocks + num_reserved > self.num_available_blocks
 
     def has_room(self, request: Request, match: Match, num_reserved: int = 0, max_new: int | None = None) -> bool:
         """Whether `request` can start behind `match`: all its tokens must fit in what is free.
@@ -196,7 +156,7 @@ class KVCacheManager:
                 return count
             tables = self._tables[victim.request_id]
             num_free += tables.num_promised
-            for block in (block for table in tables for block in table.blocks[table.num_skipped :]):
+            for block in tables.blocks_in_use:
                 left[block] += 1
                 if left[block] == self.pool.num_references(block):
                     num_free += 1
@@ -210,12 +170,12 @@ class KVCacheManager:
 
     def admit(self, request: Request, match: Match) -> None:
         """Give `request` tables that begin with the matched blocks, shared; `grow` extends them."""
-        tables = self._tables[request.request_id] = _Tables(_Table(blocks) for blocks in match.blocks)
-        tables.num_tokens = request.num_tokens
+        tables = self._tables[request.request_id] = BlockTables(match.blocks, self.block_size, request.num_tokens)
         self._num_common = None
+        self.num_changes += 1
         for blocks in match.blocks:
             self.pool.share(blocks)
-        self._measure(tables)
+        self._promise(tables)
 
     def _next_block(self, request: Request, match: Match) -> tuple[bytes, int] | None:
         index = match.num_tokens // self.block_size
@@ -230,51 +190,55 @@ class KVCacheManager:
 
     # A request goes on
 
-    def grow(self, request: Request, num_tokens: int) -> bool:
-        """Extend the request's tables to hold `num_tokens` tokens, or refuse where too few blocks are free."""
+    def grow(self, request: Request, num_tokens: int) -> BlockTables | None:
+        """Extend the request's tables to hold `num_tokens` tokens and return them; None where too few blocks are free.
+
+        Called for each row of each step, and so there is no other way to the tables of a row.
+        """
         tables = self._tables[request.request_id]
         if num_tokens <= tables.num_slots:
-            return True
+            return tables
         for index, group in self._windowed:
-            self._skip(tables[index], num_skipped_blocks(group, request.num_processed_tokens, self.block_size))
+            self._skip(tables.of_group[index], num_skipped_blocks(group, request.num_processed_tokens, self.block_size))
         num_new = num_blocks_for(num_tokens - tables.num_slots, self.block_size)
-        has_room = num_new * len(tables) <= self.pool.num_free_blocks
-        for table in tables if has_room else ():
+        has_room = num_new * len(self._groups) <= self.pool.num_free_blocks
+        for table in tables.of_group if has_room else ():
             blocks = self.pool.take(num_new)
             self.prefix_cache.forget(blocks)
             table.extend(blocks)
-        self._measure(tables)
-        return has_room
+        tables.refresh()
+        self._promise(tables)
+        return tables if has_room else None
 
-    def _measure(self, tables: _Tables) -> None:
-        """Bring what is derived from `tables` up to date: they are new, have grown, or lost what a window passed."""
-        tables.num_slots = len(tables[0].blocks) * self.block_size
-        tables.views = tuple([table.array.view() for table in tables])
+    def _promise(self, tables: BlockTables) -> None:
+        """Count what is still to be taken for the tokens at admission: the tables are new, or have changed.
+
+        What a window shares with others is no part of it: it is not free once the window has passed.
+        """
         num_left = 0
         if tables.num_slots < tables.num_tokens:
-            num_left = max(0, self.max_blocks(tables.num_tokens) - tables.num_blocks)
+            windows = [tables.of_group[index] for index, _ in self._windowed]
+            num_shared = sum(self.pool.num_references(block) > 1 for table in windows for block in table.blocks_in_use)
+            num_left = max(0, self.max_blocks(tables.num_tokens) - len(tables.blocks_in_use) + num_shared)
         self._num_promised += num_left - tables.num_promised
         tables.num_promised = num_left
 
-    def _skip(self, table: _Table, num_skipped: int) -> None:
+    def _skip(self, table: BlockTable, num_skipped: int) -> None:
         """Give back what a window has left behind; plans in flight name those blocks but do not read them."""
         if num_skipped > table.num_skipped:
+            self.num_changes += 1
             self.pool.release(table.skip(num_skipped), self.prefix_cache.holds)
 
     def publish(self, request: Request, step: int) -> None:
         """Let others hit the blocks that are full once `step` has run and whose tokens are all known."""
         tables = self._tables[request.request_id]
         num_full = min(request.num_computed_tokens, request.num_tokens) // self.block_size
-        if num_full <= tables[0].num_published or not self._enable_prefix_caching:
+        if num_full <= tables.num_published:
             return
-        for group, table in enumerate(tables):
-            first = max(table.num_published, table.num_skipped)  # late tokens can be behind a short window when known
-            table.num_published = num_full
+        for group, table in enumerate(tables.of_group if self._enable_prefix_caching else ()):
+            first = max(tables.num_published, table.num_skipped)  # late tokens can be behind a short window when known
             self.prefix_cache.publish(request, first, table.blocks[first:num_full], step, group)
-
-    def block_tables(self, request: Request) -> tuple[TokenArray, ...]:
-        """Return the request's tables, one read-only view a group, `[num_blocks]`."""
-        return self._tables[request.request_id].views
+        tables.count_published(num_full)
 
     def num_common_prefix_blocks(self, running: Sequence[Request]) -> tuple[int, ...]:
         """Return for each group how many leading blocks all of `running` share, 0 where that is not known for sure.
@@ -289,7 +253,7 @@ class KVCacheManager:
     def _count_common(self, index: int, running: Sequence[Request]) -> int:
         if len(running) < 2 or self._held or self._groups[index].sliding_window is not None:
             return 0
-        blocks = self._tables[running[0].request_id][index].blocks
+        blocks = self._tables[running[0].request_id].of_group[index].blocks
         shared = takewhile(lambda block: self.pool.num_references(block) == len(running), blocks)
         return sum(1 for _ in shared)
 
@@ -301,22 +265,35 @@ class KVCacheManager:
 
     def rewind(self, request: Request) -> None:
         """Publish again, from the request's `num_computed_tokens` on, what `retract` took back."""
-        for table in self._tables[request.request_id]:
-            table.num_published = min(table.num_published, request.num_computed_tokens // self.block_size)
+        tables = self._tables[request.request_id]
+        tables.count_published(min(tables.num_published, request.num_computed_tokens // self.block_size))
 
     def relies_on(self, request: Request, blocks: set[BlockId]) -> bool:
         """Whether one of `blocks` holds tokens that `request` takes as computed."""
         num_full = request.num_computed_tokens // self.block_size
         tables = self._tables[request.request_id]
-        return any(not blocks.isdisjoint(table.blocks[:num_full]) for table in tables)
+        return any(not blocks.isdisjoint(table.blocks[:num_full]) for table in tables.of_group)
 
-    def forget(self, request: Request, start: int) -> set[BlockId]:
-        """Let nobody hit what `request` computed from position `start` on, which is not to be trusted; return it."""
-        held = self._held.get(request.last_step, {}).get(request.request_id, ())
-        tables = self._tables.get(request.request_id, held)
-        blocks = {block for table in tables for block in table.blocks[start // self.block_size :]} - {NULL_BLOCK}
+    # A row has failed alone
+
+    def trace(self, row: ScheduledRequest) -> tuple[set[BlockId], set[BlockId]]:
+        """Return the blocks that a row in flight computes from, and those that it fills.
+
+        They are those of the tables it was planned with, whatever has become of its request and of the id since.
+        """
+        read: set[BlockId] = set()
+        filled: set[BlockId] = set()
+        end = num_blocks_for(row.start + row.num_tokens, self.block_size)
+        for group, table in zip(self._groups, row.block_tables, strict=True):
+            blocks = table[:end].tolist()
+            first = num_skipped_blocks(group, row.start, self.block_size)
+            read.update(blocks[first : num_blocks_for(row.start, self.block_size)])
+            filled.update(blocks[row.start // self.block_size :])
+        return read, filled
+
+    def forget(self, blocks: set[BlockId]) -> None:
+        """Let nobody hit `blocks`, whose content is not to be trusted."""
         self.prefix_cache.forget(blocks)
-        return blocks
 
     # A request leaves
 
@@ -330,6 +307,7 @@ class KVCacheManager:
             return
         self._num_promised -= tables.num_promised
         self._num_common = None
+        self.num_changes += 1
         if held_until is None:
             self._release(tables)
         else:
@@ -341,11 +319,12 @@ class KVCacheManager:
         held = self._held.pop(step, None)
         if held is not None:
             self._num_common = None
+            self.num_changes += 1
             for tables in held.values():
                 self._release(tables)
 
-    def _release(self, tables: _Tables) -> None:
-        for table in tables:
+    def _release(self, tables: BlockTables) -> None:
+        for table in tables.of_group:
             self.pool.release(table.blocks, self.prefix_cache.holds)
 
     def reset_prefix_cache(self) -> None:
@@ -358,26 +337,18 @@ class KVCacheManager:
         Raises:
             AssertionError: Something leaked, or is owned twice.
         """
-        tables_of = self._tables
-        assert tables_of.keys() == {request.request_id for request in running}, "tables are not those of who runs"
-        num_promised = sum([tables.num_promised for tables in tables_of.values()])
-        assert self._num_promised == num_promised, f"{self._num_promised} blocks are promised, not {num_promised}"
-        self.prefix_cache.check_invariants()
-        self.pool.check_invariants(self._references(), self.prefix_cache.holds)
+        assert len(self._tables) == len(running), "tables are not those of who runs"
+        num_promised, references = 0, []
         for request in running:
-            tables = tables_of[request.request_id]
+            tables = self._tables.get(request.request_id)
+            assert tables is not None, f"{request} runs without tables"
             assert tables.num_slots >= request.num_computed_tokens, f"{request}: tables are too short"
-            for table, view in zip(tables, tables.views, strict=True):
-                assert len(table.blocks) * self.block_size == tables.num_slots, f"{request}: tables differ in length"
-                assert table.blocks == view.tolist(), f"{request}: table and view differ"
-                num_null = table.blocks.count(BlockId(NULL_BLOCK))
-                assert num_null == table.num_skipped, f"{request}: a null block among those in use: {table.blocks}"
-
-    def _references(self) -> list[BlockId]:
-        held = [tables for requests in self._held.values() for tables in requests.values()]
-        return [
-            block
-            for tables in (*self._tables.values(), *held)
-            for table in tables
-            for block in table.blocks[table.num_skipped :]
-        ]
+            tables.check_invariants()
+            num_promised += tables.num_promised
+            references += tables.blocks_in_use
+        assert self._num_promised == num_promised, f"{self._num_promised} blocks are promised, not {num_promised}"
+        for requests in self._held.values():
+            for tables in requests.values():
+                references += tables.blocks_in_use
+        self.prefix_cache.check_invariants()
+        self.pool.check_invariants(references, self.prefix_cache.holds)

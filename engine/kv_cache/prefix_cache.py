@@ -84,6 +84,11 @@ class PrefixCache:
             runs = groupby(enumerate(new), key=lambda place: place[1] - place[0])
             self._events += [self._stored(request, [index for _, index in run], group) for _, run in runs]
 
+    @property
+    def uncommitted_steps(self) -> set[int]:
+        """Steps whose publications can still be retracted."""
+        return {*self._published}
+
     def commit(self, step: int) -> None:
         """The blocks published by `step` are computed: they stay until evicted."""
         self._published.pop(step, None)
@@ -140,9 +145,9 @@ class PrefixCache:
         Raises:
             AssertionError: They do not.
         """
-        num_entries = len(self._block_of)
-        for key, block in self._block_of.items():
-            assert self._key_of[block] == key, f"block {block} is hit under a hash that is not its own"
+        num_entries, hit = len(self._block_of), self._block_of.values()
+        own = [*map(self._key_of.__getitem__, hit)]
+        assert own == [*self._block_of], f"one of {hit} is hit under a hash that is not its own"
         for key, twins in self._twins.items():
             assert twins, "an empty list of twins is kept"
             assert key in self._block_of, f"twins {twins} of a hash that no block is hit under"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import gc
 import math
 import os
 from pathlib import Path
@@ -12,6 +14,23 @@ def available_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys
     """Return the memory that can be had without swapping: the machine's, or the control group's if that is less."""
     machine, group = _of_machine(proc), _of_control_group(proc, cgroup)
     return machine if group is None else min(machine, group)
+
+
+def held_memory_bytes(proc: Path = Path("/proc")) -> int:
+    """Return the resident memory of this process; 0 where the system does not tell."""
+    try:
+        num_pages = int((proc / "self/statm").read_text().split()[1])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return num_pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def give_back_memory() -> None:
+    """Return to the system what was let go: the C library keeps it for itself otherwise, where it can be told."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's own
+    if trim is not None:
+        trim(0)
 
 
 def _of_machine(proc: Path) -> int:

@@ -7,10 +7,11 @@ may be uncommitted.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,11 +24,12 @@ from engine.config import EngineConfig
 from engine.errors import Cause
 from engine.kv_cache.spec import NULL_BLOCK, KVCacheSpec, choose_num_kv_blocks, num_blocks_for
 from engine.model_runner.input_batch import InputBatch, LateTokens, flatten
-from engine.model_runner.memory import available_memory_bytes
+from engine.model_runner.memory import available_memory_bytes, give_back_memory, held_memory_bytes
 from engine.models.base import Model, ModelShape
-from engine.models.checkpoint import model_digest
+from engine.models.checkpoint import model_digest, stored_tensors
 from engine.models.memory_estimate import refuse_what_cannot_fit
 from engine.models.registry import build_model
+from engine.models.save import save_sharded
 from engine.outputs import (
     Capacity,
     GrammarMasks,
@@ -40,6 +42,7 @@ from engine.outputs import (
 from engine.sampling.processors import gather_logprobs
 from engine.sampling.sampler import Samples, sample
 from engine.sampling_params import SamplingParams
+from engine.verbs import SleepTag
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +69,11 @@ class ModelRunner:
 
     Attributes:
         attention: The backend and its pages, once started; public for who measures it.
+        capacity: What `start` returned.
     """
+
+    attention: ReferenceAttention
+    capacity: Capacity
 
     def __init__(self, config: EngineConfig, folder: Path) -> None:
         """Run the model of `folder`, in Hugging Face layout; nothing is read before `start`."""
@@ -74,8 +81,8 @@ class ModelRunner:
         self._folder = folder
         self._executed: deque[_Executed] = deque()
         self._late_tokens = LateTokens(MAX_CONCURRENT_PLANS)
-        self._model: Model
-        self.attention: ReferenceAttention
+        self._model: Model | None = None
+        self._make_attention: Callable[[], ReferenceAttention]
 
     @torch.inference_mode()
     def start(self, progress: Callable[[str, int, int], None]) -> Capacity:
@@ -89,27 +96,34 @@ class ModelRunner:
             ConfigError: The settings cannot be had with this model or machine, with the numbers.
             ModelError: The folder's model is unsupported, incomplete or corrupt.
         """
-        torch.set_num_threads(self._config.num_threads or _num_cores())
+        # Engines of one front start together, on the same cores and the same memory.
+        num_engines = self._config.data_parallel_size
+        torch.set_num_threads(self._config.num_threads or max(1, _num_cores() // num_engines))
+        num_threads = torch.get_num_threads()
+        logger.info("%d threads on %d cores, which %d engines share", num_threads, _num_cores(), num_engines)
         progress("weights", 0, 0)
-        available = available_memory_bytes()
+        available = available_memory_bytes() // num_engines
         logger.info("%s needs %s", self._folder, refuse_what_cannot_fit(self._folder, self._config, available))
         self._model, max_model_len, dtype = build_model(self._folder, self._config, partial(progress, "weights"))
+        self._dtype = dtype
         shape = self._model.config
         progress("kv_specs", 0, 1)
         spec = _kv_cache_spec(shape, dtype)
         progress("profile", 0, 1)
         groups = spec.groups(max_model_len)
+        available = available_memory_bytes()
         num_blocks = choose_num_kv_blocks(
-            spec, self._config, max_model_len, available_memory_bytes(), max_concurrent_plans=MAX_CONCURRENT_PLANS
+            spec, self._config, max_model_len, available, available // (4 * num_engines), MAX_CONCURRENT_PLANS
         )
         progress("kv_pages", 0, 1)
         block_size = self._config.block_size
-        self.attention = ReferenceAttention(spec, groups, shape.num_heads, num_blocks, block_size, dtype)
+        self._make_attention = partial(ReferenceAttention, spec, groups, shape.num_heads, num_blocks, block_size, dtype)
+        self.attention = self._make_attention()
         self._model.use_attention(self.attention)
         progress("warm_up", 0, 1)
         self._warm_up(max_model_len, len(groups))
         progress("warm_up", 1, 1)
-        return Capacity(
+        self.capacity = Capacity(
             num_kv_blocks=num_blocks,
             block_size=block_size,
             max_model_len=max_model_len,
@@ -118,6 +132,41 @@ class ModelRunner:
             max_concurrent_plans=MAX_CONCURRENT_PLANS,
             kv_cache_groups=groups,
         )
+        return self.capacity
+
+    def sleep(self, level: int) -> None:
+        """Give back the pages (level 1) and the weights too (2), which `wake_up` reads again. Idempotent."""
+        if level:
+            self.attention.release_pages()
+        if level > 1:
+            self._model = None
+        give_back_memory()
+
+    @torch.inference_mode()
+    def wake_up(self, tags: Iterable[SleepTag]) -> None:
+        """Take back what `tags` name and sleeps; pages come back empty.
+
+        Raises:
+            ModelError: The folder's model is not what it was.
+        """
+        if SleepTag.WEIGHTS in tags and self._model is None:
+            self._model = build_model(self._folder, self._config, _ignore_progress).model
+            self._model.use_attention(self.attention)
+        if SleepTag.KV_CACHE in tags and not self.attention.key_pages:
+            self.attention = self._make_attention()
+            if self._model is not None:
+                self._model.use_attention(self.attention)
+
+    def save_sharded_state(self, path: Path, max_size_bytes: int) -> list[str]:
+        """Write the model's checkpoint, in the type it runs in, into the new folder `path`; see `save_sharded`."""
+        return save_sharded(self._folder, path, self._dtype, max_size_bytes)
+
+    def memory(self) -> dict[str, int]:
+        """Return the bytes held now, by what holds them; the weights by their number and type, packed or not."""
+        pages = sum(page.nbytes for page in (*self.attention.key_pages, *self.attention.value_pages))
+        stored = {tensor.name: math.prod(tensor.shape) for tensor in stored_tensors(self._folder)}
+        weights = 0 if self._model is None else self._dtype.itemsize * sum(stored.values())
+        return {"kv_cache": pages, "weights": weights, "process": held_memory_bytes()}
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> None:
@@ -129,6 +178,7 @@ class ModelRunner:
         batch = flatten(plan, self._late_tokens, self._config.block_size)
         prepared = self.attention.prepare(batch.attention)
         flattened = time.perf_counter()
+        assert self._model is not None
         hidden = self._model.forward(batch.token_ids, batch.positions, prepared)
         prompt_hidden = [hidden[rows.first_row : rows.first_row + len(rows.targets)] for rows in batch.prompts]
         timings = {"flatten": flattened - began, "forward": time.perf_counter() - flattened}
@@ -178,6 +228,7 @@ class ModelRunner:
         if not executed.prompt_hidden:
             return None
         assert executed.batch is not None
+        assert self._model is not None
         found = {}
         for rows, hidden in zip(executed.batch.prompts, executed.prompt_hidden, strict=True):
             targets = torch.from_numpy(rows.targets.astype(np.int64))
@@ -191,6 +242,7 @@ class ModelRunner:
     def _sample(
         self, executed: _Executed, batch: InputBatch, masks: GrammarMasks | None, timings: dict[str, float]
     ) -> Samples:
+        assert self._model is not None
         began = time.perf_counter()
         logits = self._model.logits(executed.hidden)
         scored = time.perf_counter()
@@ -215,6 +267,10 @@ class ModelRunner:
         self.execute(SchedulerOutput(step=0, requests=(request,), num_tokens=num_tokens))
         self.sample()
         self.attention.clear_null_block()
+
+
+def _ignore_progress(done: int, total: int) -> None:
+    """Show nothing."""
 
 
 def _kv_cache_spec(shape: ModelShape, dtype: torch.dtype) -> KVCacheSpec:

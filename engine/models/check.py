@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
 from engine.client.tokenizer import load_tokenizer
-from engine.errors import CheckpointError, ConfigError
+from engine.errors import ConfigError
 from engine.models import NULL_MODEL, hub, registry
 from engine.models.checkpoint import read_config, weight_files
 from engine.models.convert import Progress, inspect
 from engine.models.fetch import wait_in_read
-from engine.models.listing import context_of, weights_of
+from engine.models.listing import weights_of
 from engine.models.store import cached_folder, look_up, resolve
 
 
@@ -36,29 +37,31 @@ def check(model: str, progress: Progress) -> str:
     if on_hub is not None:
         progress("fetch", 0, 0)
         folder = hub.find(on_hub, wait_in_read, with_weights=False)
+    elif in_cache is None and (path / "config.json").is_file():
+        folder = path
     else:
         folder = resolve(model, progress)
-    config = read_config(folder)
-    has_weights = on_hub is None or any(folder.glob("*.safetensors"))
-    said = _verdict(model, config, folder if has_weights else None)
+    has_weights = any(folder.glob("*.safetensors"))
+    said = _verdict(model, read_config(folder), folder if has_weights else None, progress)
+    if on_hub is None and not has_weights:
+        return ", ".join([*said, "no *.safetensors file here"])
     tokenizer = load_tokenizer(folder)
     weights = _weights(folder) if has_weights else "weights not downloaded"
-    return f"{said}, {weights}, {_text(tokenizer.vocab_size, tokenizer.has_chat_template)}"
+    return ", ".join([*said, weights, *_text(tokenizer.vocab_size, tokenizer.has_chat_template)])
 
 
 def _check_gguf(path: Path, progress: Progress) -> str:
     config, tokenizer = inspect(path, progress)
-    said = _verdict(str(path), config, None)
-    return f"{said}, {path.stat().st_size / 1e6:.0f} MB, {_text(len(tokenizer.tokens), bool(tokenizer.chat_templates))}"
+    said = _verdict(str(path), config, None, progress)
+    size = f"{path.stat().st_size / 1e6:.0f} MB"
+    return ", ".join([*said, size, *_text(len(tokenizer.tokens), bool(tokenizer.chat_templates))])
 
 
-def _verdict(model: str, config: dict[str, Any], folder: Path | None) -> str:
-    implementation = registry.choose(config, folder)
-    context = context_of(config)
-    if not context:
-        raise CheckpointError(f"{model}: config.json names no longest context (max_position_embeddings)")
-    architecture = config["architectures"][0]
-    return f"{model}: {architecture}, {implementation} runs it; context {context} tokens, {weights_of(config)}"
+def _verdict(model: str, config: dict[str, Any], folder: Path | None, progress: Progress) -> list[str]:
+    implementation, max_positions = registry.choose(config, folder, functools.partial(progress, "guard"))
+    context = f"context {max_positions} tokens" if max_positions else "no longest context: give --max-model-len"
+    runs = f"{model}: {config['architectures'][0]}, {implementation} runs it; {context}"
+    return [runs, *filter(None, [weights_of(config)])]
 
 
 def _weights(folder: Path) -> str:
@@ -67,5 +70,5 @@ def _weights(folder: Path) -> str:
     return f"{size_bytes / 1e6:.0f} MB in {len(files)} file{'s' * (len(files) > 1)}"
 
 
-def _text(vocab_size: int, has_chat_template: bool) -> str:
-    return f"vocabulary {vocab_size}, {'a' if has_chat_template else 'no'} chat template"
+def _text(vocab_size: int, has_chat_template: bool) -> list[str]:
+    return [f"vocabulary {vocab_size}", f"{'a' if has_chat_template else 'no'} chat template"]

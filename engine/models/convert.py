@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.errors import CheckpointError
+from engine.models.checkpoint import ITEM_SIZES_BYTES, STORED_DTYPES
 from engine.models.gguf import GgufFile
 from engine.models.gguf_config import read_config
 from engine.models.gguf_tensors import TensorPlan, plan_tensors, row_order
@@ -25,8 +26,8 @@ from engine.models.gguf_tokenizer import GgufTokenizer, read_tokenizer
 Progress = Callable[[str, int, int], None]
 """Called with (phase, done, total) in the calling thread."""
 
-_STORED = {"float32": ("F32", 4), "float16": ("F16", 2), "bfloat16": ("BF16", 2)}
-"""What safetensors calls a type, and its bytes a value."""
+_STORED = {dtype: name for name, dtype in STORED_DTYPES.items()}
+"""What safetensors calls a type."""
 
 
 def convert(source: Path, folder: Path, progress: Progress) -> None:
@@ -83,7 +84,7 @@ def _write_safetensors(
     file: BinaryIO, gguf: GgufFile, plans: Sequence[TensorPlan], dtype: str, progress: Progress
 ) -> None:
     """Write length, header and data; the sizes are known beforehand, so that one tensor at a time is in memory."""
-    name, value_bytes = _STORED[dtype]
+    name, value_bytes = _STORED[dtype], ITEM_SIZES_BYTES[dtype]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for plan in plans:

@@ -18,6 +18,8 @@ NEUTRAL: dict[str, Any] = {
     "no_rope_layers": None,
     "no_rope_layer_interval": None,
     "use_bidirectional_attention": False,
+    "is_causal": True,
+    "per_layer_config": None,
 }
 """Settings that change what is computed → the value that changes nothing. A family obeys those among its defaults."""
 
@@ -34,7 +36,7 @@ class ExpertNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderTraits:
-    """What a family does that its config.json does not say; a row of `registry.DECODERS`.
+    """What a family does that its config.json does not say; a row of `families.DECODERS`.
 
     Attributes:
         defaults: What the family assumes for settings that a config.json leaves out; those of `NEUTRAL` that are not

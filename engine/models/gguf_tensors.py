@@ -14,9 +14,8 @@ import numpy.typing as npt
 
 from engine.errors import CheckpointError
 from engine.models import gguf_rope
+from engine.models.checkpoint import first_few
 from engine.models.gguf import GgufFile
-
-_MAX_NAMED = 5
 
 
 class TensorPlan(NamedTuple):
@@ -159,7 +158,7 @@ def plan_tensors(gguf: GgufFile, config: dict[str, Any]) -> list[TensorPlan]:
         if plan.source in found and gguf.shape(plan.source) != plan.shape
     ]
     faults = {"missing": sorted(planned - found), "unknown": sorted(found - planned), "misshapen": misshapen}
-    sentences = [f"{len(names)} {kind}: {_some(names)}" for kind, names in faults.items() if names]
+    sentences = [f"{len(names)} {kind}: {first_few(names)}" for kind, names in faults.items() if names]
     if sentences:
         model = config["model_type"]
         raise CheckpointError(f"{gguf.path}: tensors do not make a {model} model; {'; '.join(sentences)}")
@@ -226,8 +225,3 @@ def _sizes(config: dict[str, Any]) -> dict[str, int]:
         "experts": config.get("num_local_experts") or config.get("num_experts") or 0,
         "expert_inner": config.get("moe_intermediate_size") or 0,
     }
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
-    return ", ".join(names[:_MAX_NAMED]) + more

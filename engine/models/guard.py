@@ -58,7 +58,7 @@ def inspect(body: Body, max_positions: int) -> TransformersShape:
     config = body.module.config.get_text_config(decoder=True)
     _check_layer_types(body, config)
     shape = _probe(body, config, max_positions)
-    with _narrowed(body, config) as window:
+    with _narrowed(body, config, max_positions) as window:
         draws = [_Draw(body, shape, seed, window) for seed in range(NUM_DRAWS)]
         for name, detail, check in _CHECKS:
             if not any(_tried(body, name, check, draw) for draw in draws):
@@ -94,9 +94,8 @@ class _Draw:
         return list(torch.split(self.body.logits(hidden), lengths))
 
     def equal(self, logits: torch.Tensor, expected: torch.Tensor) -> bool:
-        """Whether the rows differ by no more than rounding does: each row's error relative to its spread."""
-        error = (logits - expected).pow(2).mean(-1).sqrt() / expected.std(-1).clamp_min(1e-30)
-        return bool((error <= tolerance(self.body.module.dtype, self.shape.num_layers)).all())
+        """Whether the rows differ by no more than rounding does."""
+        return are_equal(logits, expected, tolerance(self.body.module.dtype, self.shape.num_layers))
 
     def _once(self, name: str, compute: Callable[[], torch.Tensor]) -> torch.Tensor:
         if name not in self._alone:
@@ -117,6 +116,12 @@ def tolerance(dtype: torch.dtype, num_layers: int) -> float:
     orders of its own; such errors add up like a random walk, over the layers of both.
     """
     return math.sqrt(2 * num_layers) * (4 * torch.finfo(dtype).eps + 64 * torch.finfo(torch.float32).eps)
+
+
+def are_equal(logits: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    """Whether no row of `[n, vocab_size]` is off by more than `tolerance`, relative to how its scores spread."""
+    error = (logits - expected).pow(2).mean(-1).sqrt() / expected.std(-1).clamp_min(1e-30)
+    return bool((error <= tolerance).all())
 
 
 def _equals_eager(draw: _Draw) -> bool:
@@ -225,17 +230,26 @@ def _check_calls(body: Body, config: Any, calls: Sequence[AttentionCall], num_ro
 
 def _check_windows(body: Body, config: Any, windows: tuple[int | None, ...]) -> None:
     """Check sizes; which layers have one is a matter of the eager check, where windows are narrowed."""
-    asked = getattr(config, "sliding_window", None)
+    asked = _window_of(body, config)
     for layer, window in enumerate(windows):
         if window is not None and (window != asked or not isinstance(window, int) or window < 1):
             _refuse(body, "windows", f"layer {layer} sees {window} positions, config.json has sliding_window {asked}")
 
 
+def _window_of(body: Body, config: Any) -> Any:
+    """Return the one window of a configuration; layers with windows of their own are refused."""
+    with _named(body, "windows"):  # transformers raises where there is more than one
+        return getattr(config, "sliding_window", None)
+
+
 @contextlib.contextmanager
-def _narrowed(body: Body, config: Any) -> Iterator[int | None]:
-    """Narrow the window that eager's masks have; yields the narrowed one, None where there is none."""
-    window = getattr(config, "sliding_window", None)
-    if not isinstance(window, int) or window <= WINDOW:
+def _narrowed(body: Body, config: Any, max_positions: int) -> Iterator[int | None]:
+    """Narrow the window that eager's masks have; yields the narrowed one, None where there is none.
+
+    One that no position reaches beyond is left: it may be there to be ignored.
+    """
+    window = _window_of(body, config)
+    if not isinstance(window, int) or window <= WINDOW or window >= max_positions:
         yield window
         return
     config.sliding_window = WINDOW

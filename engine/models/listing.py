@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from engine.models import hub, store
+from engine.models.cache import cache_folder
 
 
 class ModelListing(NamedTuple):
@@ -38,7 +39,7 @@ class ModelListing(NamedTuple):
 def list_models() -> list[ModelListing]:
     """List the known models and whatever else the caches hold, by name."""
     by_entry = {known.entry: known for known in store.KNOWN_MODELS}
-    entries = {config.parent.name: config.parent for config in store.cache_folder().glob("models/[!.]*/config.json")}
+    entries = {config.parent.name: config.parent for config in cache_folder().glob("models/[!.]*/config.json")}
     listed = []
     for entry, known in by_entry.items():
         folder = entries.get(entry)

@@ -17,6 +17,7 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv_cache.spec import KVCacheSpec, max_blocks_for
 from engine.models.checkpoint import ITEM_SIZES_BYTES, StoredTensor, read_config, refuse_above_limit, stored_tensors
+from engine.models.families import DECODERS
 
 _MIB = 2**20
 _MAX_MODEL_LEN = 2**24
@@ -68,12 +69,16 @@ def estimate_memory(folder: Path, config: EngineConfig, available_bytes: int) ->
     Raises:
         CheckpointError: A file is missing or unreadable, or a number in config.json makes no sense.
     """
-    raw = read_config(folder)
-    raw = raw.get("text_config") or raw
+    whole = read_config(folder)
+    raw = whole.get("text_config") or whole
     tensors = list(stored_tensors(folder))
     dtype = config.dtype if config.dtype != "auto" else raw.get("dtype") or raw.get("torch_dtype")
     item_size_bytes = ITEM_SIZES_BYTES.get(str(dtype), 0)
-    weights_bytes, loading_bytes = _second_head_bytes(tensors, item_size_bytes), 0
+    # Only our own decoder keeps a tied head in a second order, and tables of all positions.
+    is_own = config.model_impl != "transformers" and any(
+        str(name) in DECODERS for name in whole.get("architectures") or ()
+    )
+    weights_bytes, loading_bytes = _second_head_bytes(tensors, item_size_bytes) if is_own else 0, 0
     for tensor in tensors:
         size_bytes = _size_bytes(tensor, item_size_bytes)
         weights_bytes += size_bytes
@@ -86,7 +91,7 @@ def estimate_memory(folder: Path, config: EngineConfig, available_bytes: int) ->
         return _kv_bytes(spec, num_tokens, config) if spec is not None and num_tokens else 0
 
     def rotary_bytes(num_tokens: int) -> int:
-        return num_tokens * spec.head_dim * spec.item_size_bytes if spec is not None else 0
+        return num_tokens * spec.head_dim * spec.item_size_bytes if spec is not None and is_own else 0
 
     left = available_bytes - weights_bytes - logits_bytes
     lengths = range(min(max_model_len, _MAX_MODEL_LEN) + 1)

@@ -19,126 +19,26 @@ from engine.models.base import Model
 from engine.models.checkpoint import read_config, stored_tensors
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
-from engine.models.decoder_traits import DecoderTraits, ExpertNames
-from engine.models.weights import check_headers, load_weights, resolve_dtype, stores_other_head
+from engine.models.families import DECODERS
+from engine.models.weights import EMBEDDING, HEAD, check_headers, load_weights, resolve_dtype, stores_other_head
 
 logger = logging.getLogger(__name__)
 
-_QWEN = {"sliding_window": 4096, "max_window_layers": 28}
-_QWEN3 = _QWEN | {"head_dim": 128}
-_GEMMA: dict[str, Any] = {"tie_word_embeddings": True, "head_dim": 256}
-_GEMMA2 = _GEMMA | {
-    "hidden_activation": "gelu_pytorch_tanh",
-    "query_pre_attn_scalar": 256,
-    "sliding_window": 4096,
-    "sliding_window_pattern": 2,
-    "final_logit_softcapping": 30.0,
-    "attn_logit_softcapping": 50.0,
-}
-_GEMMA3 = {key: value for key, value in _GEMMA2.items() if key != "attn_logit_softcapping"} | {
-    "sliding_window_pattern": 6,
-    "final_logit_softcapping": None,
-    "rope_theta": 1e6,
-    "rope_local_base_freq": 1e4,
-}
-_TANH_GELU = {"gelu_pytorch_tanh": "gelu_tanh"}
 
-DECODERS: dict[str, DecoderTraits] = {
-    "LlamaForCausalLM": DecoderTraits(),
-    "MistralForCausalLM": DecoderTraits(biases="none", windows="all", defaults={"sliding_window": 4096}),
-    "MinistralForCausalLM": DecoderTraits(
-        biases="none", windows="upper", defaults={"sliding_window": 4096, "max_window_layers": 0}
-    ),
-    "MixtralForCausalLM": DecoderTraits(
-        biases="none",
-        windows="all",
-        experts=ExpertNames(
-            router="block_sparse_moe.gate",
-            gate="block_sparse_moe.experts.{}.w1",
-            up="block_sparse_moe.experts.{}.w3",
-            down="block_sparse_moe.experts.{}.w2",
-        ),
-        defaults={"rms_norm_eps": 1e-5, "rope_theta": 1e6, "norm_topk_prob": True}
-        | {"num_local_experts": 8, "num_experts_per_tok": 2},
-    ),
-    "Qwen2ForCausalLM": DecoderTraits(biases="qkv", windows="upper", switches_windows=True, defaults=_QWEN),
-    "Qwen3ForCausalLM": DecoderTraits(qk_norm="head", windows="upper", switches_windows=True, defaults=_QWEN3),
-    "Qwen3MoeForCausalLM": DecoderTraits(
-        qk_norm="head",
-        windows="all",
-        switches_windows=True,
-        experts=ExpertNames(
-            router="mlp.gate",
-            gate="mlp.experts.{}.gate_proj",
-            up="mlp.experts.{}.up_proj",
-            down="mlp.experts.{}.down_proj",
-        ),
-        defaults={"sliding_window": 4096, "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8},
-    ),
-    "GemmaForCausalLM": DecoderTraits(
-        norm="unit_offset",
-        scales_embedding=True,
-        activations=_TANH_GELU | {"gelu": "gelu_tanh"},  # as its first checkpoints call it
-        defaults=_GEMMA | {"hidden_act": "gelu_pytorch_tanh"},
-    ),
-    "Gemma2ForCausalLM": DecoderTraits(
-        norm="unit_offset",
-        norm_places="around",
-        scales_embedding=True,
-        windows="alternating",
-        activations=_TANH_GELU,
-        activation_key="hidden_activation",
-        defaults=_GEMMA2,
-    ),
-    "Gemma3ForCausalLM": DecoderTraits(
-        norm="unit_offset",
-        norm_places="around",
-        qk_norm="head",
-        scales_embedding=True,
-        windows="alternating",
-        rotates_windows_apart=True,
-        activations=_TANH_GELU,
-        activation_key="hidden_activation",
-        defaults=_GEMMA3,
-    ),
-    "Phi3ForCausalLM": DecoderTraits(
-        biases="none",
-        windows="all",
-        fuses_tensors=True,
-        defaults={"rms_norm_eps": 1e-5, "original_max_position_embeddings": 4096, "partial_rotary_factor": 1.0},
-    ),
-    "Olmo2ForCausalLM": DecoderTraits(
-        norm="wide", norm_places="after", qk_norm="width", defaults={"rms_norm_eps": 1e-5}
-    ),
-    "Olmo3ForCausalLM": DecoderTraits(
-        norm="wide",
-        norm_places="after",
-        qk_norm="width",
-        windows="alternating",
-        rotates_windows_apart=True,
-        defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096, "sliding_window_pattern": 4}
-        | {"rope_theta": 5e5, "rope_local_base_freq": 5e5},
-    ),
-    "SmolLM3ForCausalLM": DecoderTraits(
-        windows="unrotated",
-        switches_windows=True,
-        defaults={"tie_word_embeddings": True, "rope_theta": 2e6}
-        | {"no_rope_layers": None, "no_rope_layer_interval": 4},
-    ),
-    "GraniteForCausalLM": DecoderTraits(
-        defaults={"attention_multiplier": 1.0, "embedding_multiplier": 1.0}
-        | {"residual_multiplier": 1.0, "logits_scaling": 1.0}
-    ),
-}
-"""Architecture, as config.json names it → traits of `models.decoder`."""
+class Verdict(NamedTuple):
+    """What would run a model, in words, and its longest context; None where config.json names none."""
+
+    implementation: str
+    max_positions: int | None
 
 
-def choose(raw: dict[str, Any], folder: Path | None = None) -> str:
-    """Return what would run a model with this config.json, in words; no weight is loaded.
+def choose(raw: dict[str, Any], folder: Path | None, progress: Callable[[int, int], None]) -> Verdict:
+    """Return what would run a model with this config.json; no weight is loaded.
 
     Args:
         raw: The content of config.json.
         folder: Of the model; what its weight files' headers say is held against `raw`. None where it has none yet.
+        progress: Called with (done, in all) while the guard is at work.
 
     Raises:
         UnsupportedModel: Nothing would; the message has both reasons, transformers' first.
@@ -155,11 +55,13 @@ def choose(raw: dict[str, Any], folder: Path | None = None) -> str:
             if folder is not None:
                 resolve_dtype("auto", raw, folder)
                 transformers_loading.check(folder, settings)
-        return "transformers' model, if it passes the guard when it is loaded,"
+                transformers_loading.check_tensors(folder, settings)
+            implementation = transformers_loading.foretell(settings, progress)
+            return Verdict(implementation, transformers_loading.max_positions(settings))
     if folder is not None:
         resolve_dtype("auto", raw, folder)
         _check_files(folder, shape)
-    return "the own decoder"
+    return Verdict("the own decoder", shape.max_positions)
 
 
 def _check_files(folder: Path, shape: DecoderConfig) -> None:
@@ -173,10 +75,19 @@ def _check_files(folder: Path, shape: DecoderConfig) -> None:
         )
     try:
         with torch.device("meta"):
-            destinations = Decoder(shape, 2, torch.float32).destinations()
+            destinations = _destinations(folder, Decoder(shape, 2, torch.float32))
     except (RuntimeError, OverflowError) as error:
         raise CheckpointError(f"the sizes in the config.json of {folder} make no model: {error}") from error
     check_headers(folder, destinations)
+
+
+def _destinations(folder: Path, decoder: Decoder) -> dict[str, torch.Tensor]:
+    """Return what is to be filled, by name; where head and embedding are one, its one tensor may have either name."""
+    destinations = decoder.destinations()
+    names = {tensor.name for tensor in stored_tensors(folder)}
+    if HEAD not in destinations and HEAD in names and EMBEDDING not in names:
+        destinations[HEAD] = destinations.pop(EMBEDDING)
+    return destinations
 
 
 def decoder_config(raw: dict[str, Any]) -> DecoderConfig:
@@ -233,7 +144,7 @@ def build_model(folder: Path, config: EngineConfig, progress: Callable[[int, int
         logger.warning("%s ties head and embedding, but both are stored and differ: they are not tied", folder)
         shape = dataclasses.replace(shape, ties_embeddings=False)
     decoder = Decoder(shape, max_model_len, dtype)
-    load_weights(folder, decoder.destinations(), progress)
+    load_weights(folder, _destinations(folder, decoder), progress)
     decoder.pack()
     return BuiltModel(decoder, max_model_len, dtype)
 

@@ -55,8 +55,9 @@ class PieceModel(NamedTuple):
 def build(model: PieceModel, markers_take_spaces: bool = False) -> Tokenizer:
     """Return the tokenizer, without begin and end tokens; control pieces are special in it, user-defined never split.
 
-    A user-defined piece is known by the text it stands for: with spaces. With `markers_take_spaces`, white space after
-    a control piece belongs to it, but for the begin and end of a text.
+    A user-defined piece is known by the text it stands for: with spaces. Where nothing but spaces is spelled otherwise,
+    it is found in the text as spelled, as SentencePiece does; else before that, as llama.cpp does. With
+    `markers_take_spaces`, white space after a control piece belongs to it, but for the begin and end of a text.
 
     Raises:
         CheckpointError: Pieces are listed twice, or something of the model is damaged.
@@ -109,7 +110,11 @@ def _mark_added_tokens(backend: Tokenizer, model: PieceModel, tokens: list[str],
     taking = {token for token, _ in pairs if token not in _PLAIN_MARKERS} if markers_take_spaces else set()
     markers = [AddedToken(token, normalized=False, rstrip=token in taking) for token, kind in pairs if kind == CONTROL]
     backend.add_special_tokens(markers)
-    backend.add_tokens([AddedToken(token, normalized=False) for token, kind in pairs if kind == USER_DEFINED])
+    spells_spaces_only = not (
+        model.charsmap or model.removes_extra_spaces or (model.adds_prefix and model.prefixes_all)
+    )
+    unsplit = [token for token, kind in pairs if kind == USER_DEFINED]
+    backend.add_tokens([AddedToken(token, normalized=spells_spaces_only) for token in unsplit])
 
 
 def add_ends(backend: Tokenizer, bos: tuple[str, int] | None, eos: tuple[str, int] | None) -> None:

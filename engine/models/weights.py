@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError, UnsupportedModel
-from engine.models.checkpoint import STORED_DTYPES, first_few, stored_tensors, weight_files
+from engine.models.checkpoint import STORED_DTYPES, StoredTensor, first_few, stored_tensors, weight_files
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NEVER_READ = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -55,7 +55,7 @@ def load_weights(folder: Path, destinations: dict[str, torch.Tensor], progress: 
     done = 0
     progress(done, len(destinations))
     for file in weight_files(folder):
-        for name, tensor in _tensors_of(file, destinations):
+        for name, tensor in tensors_of(file, destinations):
             destinations[name].copy_(tensor)
             done += 1
             progress(done, len(destinations))
@@ -74,10 +74,7 @@ def check_headers(folder: Path, destinations: Mapping[str, torch.Tensor]) -> Non
         name, shape = tensor.name, list(tensor.shape)
         if NEVER_READ.search(name):
             continue
-        if tensor.dtype not in DTYPES:
-            raise UnsupportedModel(
-                f"{folder / tensor.file}: tensor {name} is stored as {tensor.dtype}; {_readable()} can be read"
-            )
+        refuse_stored_type(folder, tensor)
         destination = remaining.pop(name, None)
         if destination is None:
             if name in destinations:
@@ -90,6 +87,14 @@ def check_headers(folder: Path, destinations: Mapping[str, torch.Tensor]) -> Non
     name_faults(folder, missing=missing, unknown=unknown, misshapen=misshapen, repeated=repeated)
 
 
+def refuse_stored_type(folder: Path, tensor: StoredTensor) -> None:
+    """Raise UnsupportedModel if `tensor` is stored as numbers that are not read: quantized ones, whole ones."""
+    if tensor.dtype not in DTYPES:
+        raise UnsupportedModel(
+            f"{folder / tensor.file}: tensor {tensor.name} is stored as {tensor.dtype}; {_readable()} can be read"
+        )
+
+
 def stores_other_head(folder: Path, dtype: torch.dtype) -> bool:
     """Whether the folder has a head and an embedding that differ, both as `dtype`: then no config.json can tie them.
 
@@ -100,12 +105,12 @@ def stores_other_head(folder: Path, dtype: torch.dtype) -> bool:
     if HEAD not in {tensor.name for tensor in stored_tensors(folder)}:
         return False
     found = {
-        name: tensor.to(dtype) for file in weight_files(folder) for name, tensor in _tensors_of(file, {HEAD, EMBEDDING})
+        name: tensor.to(dtype) for file in weight_files(folder) for name, tensor in tensors_of(file, {HEAD, EMBEDDING})
     }
     return EMBEDDING in found and not torch.equal(found[HEAD], found[EMBEDDING])
 
 
-def _tensors_of(file: Path, among: Container[str]) -> Iterable[tuple[str, torch.Tensor]]:
+def tensors_of(file: Path, among: Container[str]) -> Iterable[tuple[str, torch.Tensor]]:
     """Yield the tensors of a file whose names are `among` the given."""
     try:
         with safe_open(file, framework="pt") as opened:

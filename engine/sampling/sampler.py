@@ -87,7 +87,7 @@ def sample(
     process(logits, rows)
     best = logits.max(dim=-1)
     for row in torch.nonzero(best.values == -torch.inf).flatten().tolist():
-        failed.setdefault(row, Cause("NoTokenAllowed", "no token is allowed: all logits are minus infinity"))
+        failed.setdefault(row, Cause("NoTokenAllowed", _nothing_allowed(rows[row], row in grammar_rows)))
     token_ids = best.indices
     random = [i for i, row in enumerate(rows) if i not in failed and not row.params.is_greedy]
     if random:
@@ -97,6 +97,14 @@ def sample(
         gathered = processors.gather_logprobs(unprocessed, token_ids[asking])
         logprobs = {i: gathered.part(j, j + 1, rows[i].params.logprobs) for j, i in enumerate(asking)}
     return Samples(token_ids.tolist(), failed, logprobs)
+
+
+def _nothing_allowed(row: SamplingRow, has_grammar: bool) -> str:
+    """Say what leaves a row empty, for who asked for it."""
+    restricting = [name for name in ("allowed_token_ids", "bad_words", "min_tokens") if getattr(row.params, name)]
+    names = ["structured_outputs"] * has_grammar + restricting
+    together = f", {', '.join(names)} leave none" if names else ""
+    return f"no token is allowed: all logits are minus infinity{together}"
 
 
 def _number_failures(logits: torch.Tensor) -> dict[int, Cause]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from engine.config import EngineConfig
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.match import Match
-from engine.request import Request, RequestStatus
+from engine.request import PREEMPTED, Request
 from engine.scheduler.in_flight import PlansInFlight
 from engine.scheduler.policy import Policy
 from engine.scheduler.waiting_queue import WaitingQueue
@@ -68,6 +68,7 @@ class Admission:
         self._watermark = int(config.watermark * kv_cache.pool.num_blocks)
         self._passed: list[Request] = []
         self._made_way_for: Request | None = None
+        self._refused: tuple[Request, int] | None = None
 
     def next(self) -> Request | None:
         """Return the next candidate, or None where nobody else may start in this step."""
@@ -93,7 +94,7 @@ class Admission:
 
     def pass_over(self, request: Request) -> bool:
         """Look past `request`, the last candidate, which cannot start; False where that must not be."""
-        has_right_of_way = request.status is RequestStatus.PREEMPTED and not self._awaits_protected(request)
+        has_right_of_way = request.status is PREEMPTED and not self._awaits_protected(request)
         is_overtaken_enough = request.num_overtaken >= self._config.max_overtakes
         if has_right_of_way or is_overtaken_enough or len(self._passed) >= LOOK_AHEAD:
             return False
@@ -108,7 +109,7 @@ class Admission:
         for passed in self._passed:
             passed.num_overtaken += 1
         if self._config.enable_prefix_caching:
-            counts = self.resumed_counts if request.status is RequestStatus.PREEMPTED else self.first_counts
+            counts = self.resumed_counts if request.status is PREEMPTED else self.first_counts
             counts.add(request.num_tokens, match.num_tokens)
 
     def close(self) -> None:
@@ -119,17 +120,21 @@ class Admission:
     def displaced(self) -> list[Request]:
         """Return the running requests that have to make way for the next one in the queue, as the policy has it.
 
-        None while blocks are still to come back, and none in vain: only if what they hold is enough.
+        None while blocks are still to come back, and none in vain: only if what they hold is enough. Where it was not,
+        that is remembered until somebody comes or gives back blocks, or more of the request is cached.
         """
         self._made_way_for = None
         request = self.waiting.peek()
         if request is None or self._in_flight.has_row_of(request) or self._kv_cache.has_held_blocks:
             return []
+        is_unchanged = self._refused == (request, self._kv_cache.num_changes)
+        if is_unchanged and self._kv_cache.is_short(request, self._watermark, None):
+            return []
         victims = [victim for victim in self._policy.victims(request, self._running) if not is_protected(victim)]
         lacks_place = len(self._running) >= self._config.max_num_seqs
         if not victims or self._awaits_protected(request):
             return []
-        if request.shortage is None and not lacks_place:
+        if not lacks_place and not self._kv_cache.lacks_blocks(request, self._watermark):
             return []  # it has not been tried yet, or waits for tokens alone
         num_free = self._kv_cache.num_available_blocks + sum(map(self._kv_cache.num_blocks, victims))
         if request.shortage is not None and request.shortage.num_blocks > num_free:
@@ -139,6 +144,7 @@ class Admission:
         count = self._kv_cache.num_victims(request, match, victims, num_reserved)
         if count is None:
             self._kv_cache.has_room(request, match, num_reserved)  # remember why
+            self._refused = request, self._kv_cache.num_changes
             return []
         chosen = victims[: max(count, lacks_place)]
         if chosen:

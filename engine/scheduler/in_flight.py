@@ -25,9 +25,18 @@ class PlansInFlight:
     def __len__(self) -> int:
         return len(self._plans)
 
+    @property
+    def steps(self) -> set[int]:
+        """The steps of all plans in flight."""
+        return {plan.step for plan, _ in self._plans}
+
+    def rows(self) -> Iterator[PlannedRow]:
+        """Yield every row in flight, in the order in which they are computed."""
+        return (row for _, rows in self._plans for row in rows)
+
     def wanted(self) -> Iterator[PlannedRow]:
-        """Yield every row in flight whose result is wanted, oldest plan first."""
-        return (row for _, rows in self._plans for row in rows if row[2] == row[0].generation)
+        """Yield every row in flight whose result is still wanted when its turn comes, oldest plan first."""
+        return (row for row in self.rows() if row[2] == row[0].generation)
 
     def push(self, plan: SchedulerOutput, rows: list[PlannedRow]) -> None:
         """Take in the newest plan."""

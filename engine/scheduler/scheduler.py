@@ -22,10 +22,11 @@ from collections.abc import Sequence
 
 from engine.config import EngineConfig
 from engine.errors import Cause
+from engine.kv_cache.block_tables import BlockTables
 from engine.kv_cache.manager import KVCacheManager
 from engine.outputs import BlockId, Capacity, ModelRunnerOutput, RequestId, ScheduledRequest, SchedulerOutput
 from engine.protocol import EngineCoreEvent, PauseMode
-from engine.request import Request, RequestStatus, append_sampled
+from engine.request import PREEMPTED, RUNNING, Request, RequestStatus, append_sampled
 from engine.scheduler.admission import MAX_YIELDS, Admission, is_protected
 from engine.scheduler.in_flight import PlannedRow, PlansInFlight
 from engine.scheduler.policy import POLICIES
@@ -95,15 +96,16 @@ class Scheduler:
 
     def _schedule_running(self, step: _Step) -> None:
         for request in tuple(self.running):
-            if step.budget == 0 or request.status is not RequestStatus.RUNNING:
+            if step.budget == 0 or request.status is not RUNNING:
                 return  # victims are taken from the end, so none that still runs follows a preempted one
             num_new = self._num_new_tokens(request, request.num_computed_tokens, step.budget)
             if num_new == 0:
                 continue
             num_tokens = request.num_computed_tokens + num_new
-            if not self._kv_cache.grow(request, num_tokens) and not self._make_room(request, num_tokens, step):
+            tables = self._kv_cache.grow(request, num_tokens) or self._make_room(request, num_tokens, step)
+            if tables is None:
                 return
-            self._add_row(request, num_new, step)
+            self._add_row(request, num_new, tables, step)
 
     def _admit_waiting(self, step: _Step) -> None:
         """Admit who waits, in order, while there is room; a few may start before one that does not fit."""
@@ -113,9 +115,9 @@ class Scheduler:
             if match is not None and num_new:
                 self.admission.admit(request, match)
                 self._start_running(request, match.num_tokens, step.now)
-                grown = self._kv_cache.grow(request, request.num_computed_tokens + num_new)
-                assert grown, f"{request} was admitted without room for its first tokens"
-                self._add_row(request, num_new, step)
+                tables = self._kv_cache.grow(request, request.num_computed_tokens + num_new)
+                assert tables is not None, f"{request} was admitted without room for its first tokens"
+                self._add_row(request, num_new, tables, step)
             elif not self.admission.pass_over(request):
                 break
         self.admission.close()
@@ -136,20 +138,21 @@ class Scheduler:
             return budget if self._config.enable_chunked_prefill else 0
         return num_new
 
-    def _make_room(self, request: Request, num_tokens: int, step: _Step) -> bool:
-        """Preempt from the end of the running list until the tables of `request` can grow; False if it must wait."""
+    def _make_room(self, request: Request, num_tokens: int, step: _Step) -> BlockTables | None:
+        """Preempt from the end of the running list until the tables of `request` can grow; None if it must wait."""
         while not self._kv_cache.has_held_blocks:  # a commit would give blocks back, as soon as preempting more
             victim = self.running[-1]
             self._yield_place(victim, step.now)
             step.has_preempted = True
             if victim is request:
-                return False
-            if self._kv_cache.grow(request, num_tokens):
-                return True
-        return False
+                return None
+            tables = self._kv_cache.grow(request, num_tokens)
+            if tables is not None:
+                return tables
+        return None
 
     def _start_running(self, request: Request, num_cached_tokens: int, now: float) -> None:
-        request.move_to(RequestStatus.RUNNING)
+        request.move_to(RUNNING)
         if request.num_cached_tokens is None:
             request.num_cached_tokens = num_cached_tokens
         request.num_computed_tokens = request.num_processed_tokens = num_cached_tokens
@@ -157,7 +160,7 @@ class Scheduler:
         self._policy.started(request)
         insort(self.running, request, key=_rank)
 
-    def _add_row(self, request: Request, num_new: int, step: _Step) -> None:
+    def _add_row(self, request: Request, num_new: int, tables: BlockTables, step: _Step) -> None:
         start, num_tokens = request.num_computed_tokens, request.num_tokens
         end = start + num_new
         samples = end == num_tokens + request.num_placeholders
@@ -166,7 +169,7 @@ class Scheduler:
             tokens=request.tokens.view(),
             start=start,
             num_tokens=num_new,
-            block_tables=self._kv_cache.block_tables(request),
+            block_tables=tables.views,
             samples=samples,
             sampling_params=request.sampling_params,
             num_late=0 if end <= num_tokens else end - max(start, num_tokens),
@@ -175,7 +178,8 @@ class Scheduler:
         request.num_computed_tokens = end
         request.num_placeholders += samples
         request.last_step = step.number
-        self._kv_cache.publish(request, step.number)
+        if end >= tables.publication_due:
+            self._kv_cache.publish(request, step.number)
         step.budget -= num_new
         if samples and request.grammar is not None:
             step.grammar_rows.append(len(step.rows))
@@ -195,34 +199,48 @@ class Scheduler:
                 f"a result of step {output.step} with {len(output.sampled_token_ids)} rows "
                 f"is not that of step {plan.step} with {len(plan.requests)} rows"
             )
+        failed = output.failed
+        if failed:
+            self._distrust(rows, failed, now)
         if output.logprobs is not None or output.prompt_logprobs:
             _keep_logprobs(rows, output)
         results = [
-            self._take_in(request, row, token_ids, output.failed)
+            self._take_in(request, row, token_ids, failed)
             for (request, row, generation), token_ids in zip(rows, output.sampled_token_ids, strict=True)
             if generation == request.generation
         ]
-        if output.failed:
-            self._distrust([(request, row) for request, row, _ in rows if request.request_id in output.failed], now)
         self._settle()
         return results
 
-    def _distrust(self, failed: list[tuple[Request, ScheduledRequest]], now: float) -> None:
-        """Let nobody use what rows that failed alone have computed; who does computes anew."""
+    def _distrust(self, oldest: list[PlannedRow], failed: dict[RequestId, Cause], now: float) -> None:
+        """Let nobody use what rows of the `oldest` plan that failed alone have computed, nor anything that rests on it.
+
+        A row computes from blocks that rows before it have filled, of its own plan or an earlier one. So one pass in
+        their order finds all suspect blocks, those of requests that have left included. Whoever was misled computes
+        anew: what its rows gave, be it a failure, counts for nothing.
+        """
         suspect: set[BlockId] = set()
-        for request, row in failed:
-            suspect |= self._kv_cache.forget(request, row.start)
-        guilty = {request for request, _ in failed}
+        guilty: set[Request] = set()
+        misled: set[Request] = set()
+        for index, (request, row, generation) in enumerate(self.in_flight.rows()):
+            read, written = self._kv_cache.trace(row)
+            is_misled = not suspect.isdisjoint(read)
+            if is_misled or (index < len(oldest) and request.request_id in failed):
+                suspect |= written
+                if generation == request.generation and request not in guilty:
+                    (misled if is_misled else guilty).add(request)
+        self._kv_cache.forget(suspect)
         for request in reversed(tuple(self.running)):
-            if request not in guilty and self._kv_cache.relies_on(request, suspect):
+            if request in misled:
                 self.preempt(request, now)
-                request.rewind(0)
+        for request in misled:
+            request.rewind(0)
 
     def _take_in(
         self, request: Request, row: ScheduledRequest, token_ids: list[int], failed: dict[RequestId, Cause]
     ) -> RowResult:
         request.num_placeholders -= row.samples
-        if request.status is RequestStatus.RUNNING:
+        if request.status is RUNNING:
             request.num_processed_tokens = row.start + row.num_tokens
         if failed and request.request_id in failed:
             return request, [], RequestStatus.FINISHED_ERROR, failed[request.request_id]
@@ -241,7 +259,7 @@ class Scheduler:
         self.in_flight.oldest(plan)
         retracted = self._kv_cache.retract()
         for request, row, _ in self.in_flight.wanted():
-            if request.status is RequestStatus.RUNNING:
+            if request.status is RUNNING:
                 request.rewind(row.start)
                 self._kv_cache.rewind(request)
             else:
@@ -272,7 +290,7 @@ class Scheduler:
     def preempt(self, request: Request, now: float, made_way_for: Request | None = None) -> None:
         """Take back the blocks of a running request, which then waits before those of its urgency that never ran."""
         self._stop_running(request)
-        request.move_to(RequestStatus.PREEMPTED)
+        request.move_to(PREEMPTED)
         request.num_preemptions += 1
         self.num_preemptions += 1
         request.events.append(EngineCoreEvent("preempted", now))
@@ -296,7 +314,7 @@ class Scheduler:
         self._policy.ended(request)
 
     def _leave(self, request: Request) -> None:
-        if request.status is RequestStatus.RUNNING:
+        if request.status is RUNNING:
             self._stop_running(request)
         else:
             self.waiting.remove(request)
@@ -307,33 +325,39 @@ class Scheduler:
         self._kv_cache.release(request, request.last_step if self.in_flight.has_row_of(request) else None)
         request.num_computed_tokens = request.num_processed_tokens = 0
 
-    def check_invariants(self) -> None:
-        """Check queues, statuses and what is in flight against each other.
+    def check_invariants(self, live: set[Request]) -> None:
+        """Check queues, statuses and what is in flight against each other and against who is here.
 
         Raises:
             AssertionError: Some request is in two places or in none, or a count is off.
         """
-        running, waiting = self.running, self.waiting.unordered()
+        running, waiting, max_overtakes = self.running, self.waiting.unordered(), self._config.max_overtakes
+        assert len(running) + len(waiting) == len(live), "a request is queued twice, or not at all"
+        assert live == {*running, *waiting}, "queues and live requests differ"
         ranks = [_rank(request) for request in running]
         assert ranks == sorted(ranks), f"running is out of order: {running}"
         assert len(running) <= self._config.max_num_seqs, f"{len(running)} requests run"
         assert len(self.in_flight) <= self._capacity.max_concurrent_plans
-        num_sampling = dict.fromkeys(running, 0) | dict.fromkeys(waiting, 0)
-        for request, row, _ in self.in_flight.wanted():
-            num_sampling[request] += row.samples
+        past = self._kv_cache.awaited_steps - self.in_flight.steps
+        assert not past, f"steps {past} have ended, and what they published or held is still theirs"
         for request in running:
-            assert request.status is RequestStatus.RUNNING, f"{request} is in the running list"
+            assert request.status is RUNNING, f"{request} is in the running list"
         for request in waiting:
-            assert request.status is not RequestStatus.RUNNING, f"{request} waits"
+            assert request.status is not RUNNING, f"{request} waits"
             assert request.num_computed_tokens == 0, f"{request} waits and has computed tokens"
-        for request, num_placeholders in num_sampling.items():
+        num_sampling: dict[Request, int] = {}
+        for request, row, _ in self.in_flight.wanted():
+            assert request in live, f"{request} has ended and yet its row is wanted"
+            num_sampling[request] = num_sampling.get(request, 0) + row.samples
+        for request in live:
+            num_placeholders = num_sampling.get(request, 0)
             num_total = request.num_tokens + num_placeholders
             assert request.num_placeholders == num_placeholders, f"{request}: placeholders are not in flight"
             assert request.num_processed_tokens <= request.num_computed_tokens <= num_total, f"{request}: counts"
             assert num_total <= request.max_num_tokens, f"{request}: too many tokens are coming"
             assert request.num_yields <= MAX_YIELDS, f"{request} had to yield {request.num_yields} times"
-            assert request.num_overtaken <= self._config.max_overtakes, f"{request}: {request.num_overtaken} overtook"
-        self._kv_cache.check_invariants(self.running)
+            assert request.num_overtaken <= max_overtakes, f"{request}: {request.num_overtaken} overtook it"
+        self._kv_cache.check_invariants(running)
 
 
 def _keep_logprobs(rows: Sequence[PlannedRow], output: ModelRunnerOutput) -> None:

@@ -11,7 +11,7 @@ import heapq
 from collections.abc import Iterator
 
 from engine.outputs import RequestId
-from engine.request import Request, RequestStatus
+from engine.request import PREEMPTED, Request
 
 _Entry = tuple[int, bool, int, Request]
 
@@ -38,7 +38,7 @@ class WaitingQueue:
     def add(self, request: Request) -> None:
         """Enqueue `request` where its place and its status put it."""
         urgency, position = request.place
-        entry = (urgency, request.status is not RequestStatus.PREEMPTED, position, request)
+        entry = (urgency, request.status is not PREEMPTED, position, request)
         self._entries[request.request_id] = entry
         heapq.heappush(self._heap, entry)
 

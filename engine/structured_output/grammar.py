@@ -19,6 +19,16 @@ BITS_A_WORD = 32
 class Grammar(Protocol):
     """One request's grammar, advanced by the tokens it got."""
 
+    @property
+    def is_finished(self) -> bool:
+        """Whether the text is complete and nothing can follow it: the request ends then, whatever else it may do."""
+        ...
+
+    @property
+    def failure(self) -> str | None:
+        """Why it allows nothing more although it is not finished; None while it works."""
+        ...
+
     def accept_tokens(self, token_ids: Sequence[int]) -> bool:
         """Advance over `token_ids`; False where the grammar cannot, and the request ends in an error."""
         ...

@@ -110,7 +110,7 @@ async def test_a_reader_that_comes_late_gets_one_large_delta() -> None:
 
 
 async def test_a_request_that_cannot_be_sent_does_not_count_as_live(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(message: object) -> None:
+    def refuse(message: object, engine_index: int) -> None:
         raise OverflowError("cannot be sent")
 
     async with engine.open_engine("null", isolation="process") as llm:

@@ -200,6 +200,26 @@ def test_tokenizer_model_gives_the_ids_and_texts_of_transformers(
     check_equal(load_tokenizer(tmp_path), AutoTokenizer.from_pretrained(tmp_path), draw_texts(NUM_TEXTS, 32))
 
 
+def test_pieces_that_are_never_split_are_found_in_the_text_as_spelled(tmp_path: Path) -> None:
+    oracle, tokenizer = train_pieces(tmp_path, "gemma"), load_tokenizer(tmp_path)
+    for text in ("the ▁ fox", "▁the", "the▁▁quick", "a  ▁ b", "x <mask> y", "x  <mask>   y\n\nz"):
+        assert tokenizer.encode(text) == oracle.encode(text), text
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"), [("llama", {}), ("t5", {}), ("llama", {"normalization_rule_name": "nfkc_cf"})]
+)
+def test_pieces_that_are_never_split_beside_a_normalisation_are_refused(
+    name: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(MODELS, name, MODELS[name] | {"user_defined_symbols": ["▁▁", "<mask>"]} | changes)
+    train_pieces(tmp_path, name)
+    with pytest.raises(
+        UnsupportedModel, match=r"2 user-defined pieces \(▁▁, <mask>\).*give the folder a tokenizer\.json"
+    ):
+        load_tokenizer(tmp_path)
+
+
 def test_configuration_decides_on_begin_tokens_prefix_and_added_tokens(tmp_path: Path) -> None:
     size = train_pieces(tmp_path, "llama").vocab_size()
     added = {

@@ -6,13 +6,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import trio
+import trio.testing
 
 from engine.config import EngineConfig
-from engine.errors import CheckpointError
+from engine.errors import CheckpointError, ExecutorDead
 from engine.executor.inline import InlineExecutor
 from engine.outputs import Capacity, GrammarMasks, ModelRunnerOutput, RequestId, ScheduledRequest, SchedulerOutput
-from engine.protocol import Resume
 from engine.sampling_params import SamplingParams
+from engine.verbs import CollectiveRpc, Resume, Sleep
 
 CONFIG = EngineConfig()
 CAPACITY = Capacity(num_kv_blocks=9, block_size=4, max_model_len=32, vocab_size=10, model_digest="0")
@@ -46,6 +47,12 @@ class RecordingRunner:
         plan = self._executed.pop(0)
         self._note(f"sample {plan.step}{'' if grammar_masks is None else ' masked'}")
         return ModelRunnerOutput(step=plan.step, sampled_token_ids=[[plan.step] for _ in plan.requests])
+
+    def sleep(self, level: int) -> None:
+        self._note(f"sleep {level}")
+
+    def memory(self) -> dict[str, int]:
+        return {"kv_cache": 7}
 
     def _note(self, call: str) -> None:
         self.calls.append(call)
@@ -159,7 +166,40 @@ async def test_closing_is_idempotent_and_ends_the_thread_also_after_a_failed_or_
     assert "executor" not in {thread.name for thread in threading.enumerate()}
 
 
-async def test_a_verb_is_refused_by_name() -> None:
+async def test_a_verb_runs_on_the_runners_thread_after_the_steps_launched_before_it() -> None:
+    gate = threading.Event()
+    async with Started(gate) as started:
+        step = started.executor.execute(make_plan(1))
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(started.executor.call, Sleep(1))
+            await trio.testing.wait_all_tasks_blocked()
+            gate.set()
+        await step.result()
+        assert await started.executor.call(CollectiveRpc("memory")) == {"kv_cache": 7}
+    assert started.runners[0].calls[2:] == ["execute 1", "sample 1", "sleep 1"]
+    assert started.runners[0].threads == {"test executor"}
+
+
+async def test_only_the_methods_of_the_table_can_be_called_and_only_verbs_for_a_runner_run() -> None:
     async with Started() as started:
-        with pytest.raises(NotImplementedError, match="Resume"):
+        for method in ("start", "__init__", "shutdown", "sleep"):
+            with pytest.raises(ValueError, match=f"no method '{method}'; known are capacity, memory, ping"):
+                await started.executor.call(CollectiveRpc(method))
+        with pytest.raises(ValueError, match="ping takes no arguments, got 1"):
+            await started.executor.call(CollectiveRpc("ping", [1]))
+        with pytest.raises(ValueError, match="Resume is no verb for a runner"):
             await started.executor.call(Resume())
+        assert "in thread test executor of process" in await started.executor.call(CollectiveRpc("ping"))
+
+
+async def test_an_abandoned_thread_is_waited_for_by_nobody() -> None:
+    gate = threading.Event()
+    async with Started(gate) as started:
+        step = started.executor.execute(make_plan(1))
+        started.executor.abandon()
+        with pytest.raises(ExecutorDead, match="has ended without being asked"):
+            await step.result()
+    gate.set()
+    assert started.executor._worker._thread is not None
+    started.executor._worker._thread.join()
+    started.executor._worker._bell.close()

@@ -26,7 +26,7 @@ def test_a_clean_run_ends_with_its_rate_and_its_coverage(capsys: pytest.CaptureF
     num_steps = driver.run(scheduler.TARGET, 0.005, 3)
     out = capsys.readouterr().out
     assert f" {num_steps} steps in " in out
-    assert " steps/s, clean\n" in out
+    assert re.search(r" steps/s, \d+ per CPU second, clean\n", out)
     assert re.search(r"^WAITING → .*RUNNING [1-9]", out, re.MULTILINE)
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from engine.kv_cache.manager import ALL_LAYERS, KVCacheManager
 from engine.kv_cache.spec import NULL_BLOCK
-from engine.outputs import BlockId, KVCacheGroup, RequestId
+from engine.outputs import BlockId, KVCacheGroup, RequestId, ScheduledRequest
 from engine.protocol import EngineCoreRequest
 from engine.request import Request
 from engine.sampling_params import SamplingParams
@@ -31,7 +31,7 @@ def admit(manager: KVCacheManager, request: Request, num_tokens: int) -> bool:
     if not manager.has_room(request, match):
         return False
     manager.admit(request, match)
-    return manager.grow(request, num_tokens)
+    return manager.grow(request, num_tokens) is not None
 
 
 def compute(manager: KVCacheManager, request: Request, step: int = 1) -> int | None:
@@ -46,7 +46,7 @@ def compute(manager: KVCacheManager, request: Request, step: int = 1) -> int | N
 
 
 def table(manager: KVCacheManager, request: Request) -> list[int]:
-    return manager.block_tables(request)[0].tolist()
+    return manager._tables[request.request_id].views[0].tolist()
 
 
 def test_decoding_takes_a_block_when_the_last_is_full_and_publishes_it_then() -> None:
@@ -370,8 +370,39 @@ def test_shared_leading_blocks_are_counted_anew_whenever_somebody_comes_or_goes(
     assert manager.num_common_prefix_blocks([first]) == (0,)
 
 
-def test_only_what_a_failed_row_computed_is_forgotten() -> None:
+@pytest.mark.parametrize(("groups", "num_passed"), [(ALL_LAYERS, 0), ([window(6)], 1)])
+def test_a_row_computes_from_what_its_window_sees_and_fills_the_rest(groups: Any, num_passed: int) -> None:
+    manager, request = make_manager(block_size=4, groups=groups, max_in_flight=19), make_request("a", [1] * 19)
+    compute(manager, request)
+    blocks = table(manager, request)
+    row = ScheduledRequest(
+        request_id=request.request_id,
+        tokens=request.tokens.view(),
+        start=9,
+        num_tokens=7,
+        block_tables=manager._tables[request.request_id].views,
+        samples=False,
+        sampling_params=request.sampling_params,
+    )
+    assert manager.trace(row) == ({*blocks[num_passed:3]}, {*blocks[2:4]})
+
+
+def test_what_is_forgotten_cannot_be_hit() -> None:
     manager, request = make_manager(block_size=4), make_request("a", [1] * 16)
     compute(manager, request)
-    assert manager.forget(request, 9) == {*table(manager, request)[2:]}
+    manager.forget({*table(manager, request)[2:]})
     assert [manager.prefix_cache.holds(block) for block in table(manager, request)] == [True, True, False, False]
+    assert manager.match(make_request("b", [1] * 17)).num_tokens == 8
+
+
+def test_steps_are_awaited_until_they_are_settled() -> None:
+    manager, request = make_manager(block_size=4), make_request("a", [1] * 16)
+    assert admit(manager, request, 16)
+    request.num_computed_tokens = 16
+    manager.publish(request, 3)
+    manager.release(request, held_until=4)
+    assert manager.awaited_steps == {3, 4}
+    manager.settle(3)
+    assert manager.awaited_steps == {4}
+    manager.settle(4)
+    assert manager.awaited_steps == set()

@@ -38,7 +38,7 @@ def compute(manager: KVCacheManager, request: Request) -> None:
 
 
 def tables(manager: KVCacheManager, request: Request) -> list[list[int]]:
-    return [table.tolist() for table in manager.block_tables(request)]
+    return [table.tolist() for table in manager._tables[request.request_id].views]
 
 
 def cached_where(pattern: str, group: KVCacheGroup) -> int:

@@ -194,6 +194,19 @@ def test_a_mask_is_given_between_forward_and_sampling(make_driver: Any) -> None:
     assert driver.step({"alone": 5}).sampled_token_ids == [output.sampled_token_ids[0]]
 
 
+def test_engines_of_one_front_share_cores_and_memory(
+    tiny_llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.model_runner.model_runner.available_memory_bytes", lambda: 2**22)
+    monkeypatch.setattr("engine.model_runner.model_runner._num_cores", lambda: 3)
+    num_blocks = []
+    for num_engines in (1, 2, 4):
+        runner = ModelRunner(EngineConfig(data_parallel_size=num_engines), tiny_llama[0])
+        num_blocks.append(runner.start(lambda *call: None).num_kv_blocks - 1)
+        assert torch.get_num_threads() == max(1, 3 // num_engines)
+    assert num_blocks[0] == 2 * num_blocks[1] == 4 * num_blocks[2]
+
+
 def test_the_thread_count_is_the_one_set(make_driver: Any) -> None:
     torch.set_num_threads(2)
     make_driver()

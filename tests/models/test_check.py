@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,11 +10,13 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError, ModelError, UnsupportedModel
-from engine.models import DEFAULT
+from engine.models import DEFAULT, transformers_loading
 from engine.models.check import check
 from engine.models.registry import build_model
 
@@ -122,6 +125,94 @@ def test_sizes_that_the_files_do_not_hold_are_refused_before_transformers_alloca
 def test_layers_that_are_not_attention_are_refused_without_loading(draw_model: Any, tmp_path: Path) -> None:
     draw_model("lfm2").save_pretrained(tmp_path)
     refused(tmp_path, UnsupportedModel, "check 'layer types' failed: conv is neither full nor sliding attention")
+
+
+REFUSED = {
+    "bloom": ({}, "call a layer"),
+    "llama4_text": ({}, "layer types"),
+    "qwen3_next": ({}, "layer types"),
+    "minimax": ({}, "layer types"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"] * 8, "num_hidden_layers": 16}, "layer types"),
+    "bamba": ({}, "layer types"),
+    "jamba": ({}, "layer types"),
+    "mamba2": ({}, "layer types"),
+    "rwkv": ({"num_hidden_layers": 4}, "call a layer"),
+    "falcon": ({"alibi": True}, "call a layer"),
+    "mpt": ({"n_layers": 4}, "call a layer"),
+    "laguna": ({"per_layer_config": {"1": {"sliding_window": 3}}}, "windows"),
+    "roberta": ({"is_decoder": True}, "eager"),
+    "doge": ({"num_hidden_layers": 4, "num_experts": 64}, "eager"),
+}
+"""model_type → (changes of what transformers has as its sizes, the check that fails)."""
+
+
+def describe(folder: Path, model_type: str, **changes: Any) -> Any:
+    """Write a config.json, of real size, and nothing else."""
+    config = transformers.CONFIG_MAPPING[model_type](**changes)
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]
+    config.save_pretrained(folder)
+    return config
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_what_would_be_wrong_without_a_word_is_refused_from_its_configuration_alone(
+    tmp_path: Path, model_type: str
+) -> None:
+    changes, failed = REFUSED[model_type]
+    describe(tmp_path, model_type, **changes)
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+    with pytest.raises(UnsupportedModel, match=f"check '{failed}' failed: .* Our own decoder does not run it either"):
+        check(str(tmp_path), quiet)
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "cohere2", "qwen2_moe"])
+def test_what_runs_through_transformers_is_known_from_its_configuration_alone(tmp_path: Path, model_type: str) -> None:
+    describe(tmp_path, model_type, num_hidden_layers=8)
+    calls: list[tuple[str, int, int]] = []
+    said = check(str(tmp_path), lambda *call: calls.append(call))
+    assert "transformers' model, which passes the guard, runs it; context " in said
+    assert said.endswith("no *.safetensors file here")
+    assert calls == [("guard", 0, 2), ("guard", 1, 2), ("guard", 2, 2)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        ({"n_inner": 10**7}, None),
+        ({"n_layer": 300}, "300 layers is not small"),
+        ({"n_embd": 2**20, "n_head": 1}, "numbers"),
+    ],
+)
+def test_what_cannot_be_made_small_is_left_to_the_guard(tmp_path: Path, changes: Any, why: str | None) -> None:
+    describe(tmp_path, "gpt2", **changes)
+    expected = "which passes the guard, runs it" if why is None else f"if it passes the guard .*{why}.*, runs it"
+    assert re.search(expected, check(str(tmp_path), quiet))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"n_layer": 0}, "num_hidden_layers must be above 0, got 0"),
+        ({"n_head": -1}, "num_attention_heads must be above 0, got -1"),
+        ({"vocab_size": -1}, "vocab_size must be above 0, got -1"),
+        ({"n_head": 7}, "makes no model of transformers: .*divisible"),
+    ],
+)
+def test_numbers_that_make_no_model_are_refused_without_weights(
+    tmp_path: Path, changes: dict[str, Any], words: str
+) -> None:
+    describe(tmp_path, "gpt2", n_layer=2)
+    configure(tmp_path, **changes)
+    with pytest.raises(CheckpointError, match=words):
+        check(str(tmp_path), quiet)
+
+
+def test_a_model_that_names_no_longest_context_is_told_what_it_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    describe(tmp_path, "gpt2", n_layer=2)
+    monkeypatch.setattr(transformers_loading, "max_positions", lambda config: None)
+    assert "runs it; no longest context: give --max-model-len" in check(str(tmp_path), quiet)
 
 
 def test_a_known_model_that_is_not_cached_is_not_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -290,7 +290,7 @@ def test_model_through_a_gguf_file_has_the_same_weights_and_logits(name: str, tm
 def test_engine_runs_what_was_converted_and_gives_the_models_own_tokens(name: str, tmp_path: Path) -> None:
     model, _, folder = through_gguf(CASES[name], tmp_path)
     try:
-        choose(read_config(folder))
+        choose(read_config(folder), None, lambda done, total: None)
     except UnsupportedModel as refusal:
         pytest.skip(str(refusal))
     settings: dict[str, Any] = {"dtype": "float32", "kv_cache_memory_bytes": 2**23, "num_threads": 1}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +13,11 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import UnsupportedModel
+from engine.models import guard, transformers_backend
+from engine.models.checkpoint import read_config
 from engine.models.guard import inspect, tolerance
-from engine.models.registry import build_model
-from engine.models.transformers_backend import ATTENTION_NAME, Body, TransformersShape
+from engine.models.registry import build_model, choose
+from engine.models.transformers_backend import ATTENTION_NAME, AttentionCall, Body, TransformersShape
 
 FULL = {"layer_types": ["full_attention"] * 4}
 ROPE = {"rope_theta": 10000.0, "original_max_position_embeddings": 32}
@@ -52,6 +56,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
 }
 """What is wrong → (model_type, changes, the check that finds it)."""
+FORETOLD = {"the same, made elsewhere": "call a layer"}
+"""Where a likeness fails in another check than the model when it is loaded."""
+
+
+def quiet(done: int, total: int) -> None:
+    """Tell nobody."""
 
 
 def inspected(model: Any, max_positions: int = 128) -> TransformersShape:
@@ -66,14 +76,18 @@ def test_what_would_be_wrong_without_a_word_is_refused_by_the_failed_check(
     model_type, changes, check = REFUSED[fault]
     draw_model(model_type, **changes).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=f"check '{check}' failed"):
-        build_model(tmp_path, EngineConfig(max_model_len=128), lambda done, total: None)
+        build_model(tmp_path, EngineConfig(max_model_len=128), quiet)
+    with pytest.raises(UnsupportedModel, match=f"check '{FORETOLD.get(fault, check)}' failed"):
+        choose(read_config(tmp_path), None, quiet)
 
 
 @pytest.mark.parametrize("model_type", ["falcon", "gpt_neo"])
 def test_a_class_that_knows_only_its_own_attention_is_refused(draw_model: Any, tmp_path: Path, model_type: str) -> None:
     draw_model(model_type).save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match="check 'call a layer' failed"):
-        build_model(tmp_path, EngineConfig(), lambda done, total: None)
+        build_model(tmp_path, EngineConfig(), quiet)
+    with pytest.raises(UnsupportedModel, match="check 'call a layer' failed"):
+        choose(read_config(tmp_path), None, quiet)
 
 
 DYNAMIC = {"rope_parameters": ROPE | {"rope_type": "dynamic", "factor": 4.0}, "max_position_embeddings": 32}
@@ -195,6 +209,93 @@ def test_what_differs_on_this_path_is_said_at_the_start(
 ) -> None:
     draw_model("gpt2").save_pretrained(tmp_path)
     with caplog.at_level(logging.INFO, logger="engine"):
-        build_model(tmp_path, EngineConfig(), lambda done, total: None)
+        build_model(tmp_path, EngineConfig(), quiet)
     assert "GPT2LMHeadModel runs through transformers" in caplog.text
     assert "last bits of a request's logits may depend on its neighbours" in caplog.text
+
+
+def run_twice(model: Any) -> None:
+    once = model.forward
+
+    def forward(input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, **options: Any) -> Any:
+        model.transformer(input_ids=input_ids, position_ids=position_ids, **options)
+        return once(input_ids=input_ids, position_ids=position_ids, **options)
+
+    model.forward = forward
+
+
+def score_more(model: Any) -> None:
+    model.lm_head = torch.nn.Linear(48, 210)
+
+
+@pytest.mark.parametrize(
+    ("bend", "words"),
+    [(run_twice, "runs its body 2 times, not once"), (score_more, "scores 210 tokens and embeds 199")],
+)
+def test_a_model_that_is_more_than_its_body_and_a_head_is_refused(
+    draw_model: Any, bend: Callable[[Any], None], words: str
+) -> None:
+    model = draw_model("gpt2")
+    bend(model)
+    with pytest.raises(UnsupportedModel, match=f"check 'probe forward' failed: .*{words}"):
+        inspected(model)
+
+
+def called(layer: int | None = None, rows: int = 29, heads: int = 4, keys: int = 2, values: int = 2) -> AttentionCall:
+    q, k, v = (torch.zeros(rows, num_heads, 8) for num_heads in (heads, keys, values))
+    return AttentionCall(layer, q, k, v, scale=1.0, window=None, softcap=None, sinks=None)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        [called(1), called(0)],
+        [called(0), called(0)],
+        [called()],
+        [called(rows=28), called(rows=28)],
+        [called(), called(heads=8)],
+        [called(values=1), called(values=1)],
+        [called(heads=3), called(heads=3)],
+    ],
+    ids=["order", "twice", "too few", "rows", "heads", "values", "groups"],
+)
+def test_calls_that_are_not_one_a_layer_in_order_with_heads_of_one_shape_are_refused(
+    draw_model: Any, calls: list[AttentionCall]
+) -> None:
+    body = Body(draw_model("gpt2", num_hidden_layers=2))
+    assert guard._check_calls(body, body.module.config, [called(0), called(1)], 29) == (4, 2)
+    with pytest.raises(UnsupportedModel, match="check 'call a layer' failed"):
+        guard._check_calls(body, body.module.config, calls, 29)
+
+
+@pytest.mark.parametrize(("asked", "seen"), [(7, 8), (None, 7), (0, 0), (7.5, 7.5)])
+def test_windows_that_are_not_whole_numbers_of_config_json_are_refused(draw_model: Any, asked: Any, seen: Any) -> None:
+    body = Body(draw_model("gpt2"))
+    config = SimpleNamespace(sliding_window=asked)
+    guard._check_windows(body, config, (None,))
+    with pytest.raises(UnsupportedModel, match="check 'windows' failed"):
+        guard._check_windows(body, config, (None, seen))
+
+
+def test_layers_are_refused_by_their_kind_before_they_are_run(draw_model: Any) -> None:
+    with pytest.raises(UnsupportedModel, match="check 'layer types' failed: conv is"):
+        inspected(draw_model("lfm2"))
+
+
+@pytest.mark.parametrize(("batch", "num_keys"), [(2, 3), (1, 4)])
+def test_attention_that_is_not_row_for_row_is_refused(batch: int, num_keys: int) -> None:
+    q, k = torch.zeros(batch, 2, 3, 8), torch.zeros(batch, 2, num_keys, 8)
+    with pytest.raises(UnsupportedModel, match="not row for row"):
+        transformers_backend._attention_function(None, q, k, k, None)
+
+
+def test_a_model_that_is_all_body_is_refused(draw_model: Any) -> None:
+    with pytest.raises(UnsupportedModel, match="GPT2Model has no body"):
+        Body(draw_model("gpt2").transformer)
+
+
+def test_what_a_model_raises_is_the_detail_of_the_check(draw_model: Any) -> None:
+    body = Body(draw_model("gpt2"))
+    for error, words in ((UnsupportedModel("words"), "words"), (KeyError("x"), "KeyError: 'x'")):
+        with pytest.raises(UnsupportedModel, match=f"check 'probe' failed: {words}$"), guard._named(body, "probe"):
+            raise error

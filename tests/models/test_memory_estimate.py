@@ -17,6 +17,7 @@ from engine.models.memory_estimate import estimate_memory, refuse_what_cannot_fi
 MIB = 2**20
 LLAMA: dict[str, Any] = {
     "vocab_size": 1000,
+    "architectures": ["LlamaForCausalLM"],
     "hidden_size": 64,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
@@ -47,6 +48,18 @@ def test_the_numbers_are_those_of_the_files(tmp_path: Path) -> None:
     assert estimate.rotary_bytes == 4096 * 8 * 2
     later = estimate.kv_bytes + estimate.rotary_bytes + estimate.logits_bytes
     assert estimate.peak_bytes == estimate.weights_bytes + later
+
+
+def test_a_model_of_transformers_keeps_no_table_of_positions_and_a_tied_head_once(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"architectures": ["Cohere2ForCausalLM"], "tie_word_embeddings": True})
+    tied = {"model.embed_tokens.weight": torch.zeros(1000, 64, dtype=torch.bfloat16)}
+    save_file(tied, folder / "model.safetensors")
+    theirs = estimate_memory(folder, CONFIG, 2**30)
+    assert (theirs.weights_bytes, theirs.rotary_bytes) == (2 * 64000, 0)
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    ours = estimate_memory(folder, CONFIG, 2**30)
+    assert (ours.weights_bytes, ours.rotary_bytes) == (4 * 64000, 4096 * 8 * 2)
+    assert estimate_memory(folder, EngineConfig(model_impl="transformers"), 2**30).rotary_bytes == 0
 
 
 def test_weights_take_what_the_asked_type_takes(tmp_path: Path) -> None:

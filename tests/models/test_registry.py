@@ -7,7 +7,8 @@ import pytest
 import transformers
 
 from engine.errors import CheckpointError, UnsupportedModel
-from engine.models.registry import DECODERS, decoder_config
+from engine.models.families import DECODERS
+from engine.models.registry import decoder_config
 from engine.models.rope_scaling import UNSCALED
 
 LLAMA: dict[str, Any] = {
@@ -152,6 +153,8 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(architectures: A
         ({"no_rope_layer_interval": 4}, "no_rope_layer_interval 4"),
         ({"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping 50\.0"),
         ({"use_bidirectional_attention": True, "architectures": ["GemmaForCausalLM"]}, "use_bidirectional_attention"),
+        ({"is_causal": False}, "is_causal False"),
+        ({"per_layer_config": {"1": {"sliding_window": 3}}}, "per_layer_config"),
         (GEMMA3 | {"attn_logit_softcapping": 50.0}, r"attn_logit_softcapping 50\.0"),
         (GEMMA3 | {"hidden_activation": "gelu"}, "hidden_activation 'gelu'"),
         (

@@ -202,7 +202,7 @@ def test_without_pip_the_message_says_how_to_get_it(cache: Path, monkeypatch: py
 def test_gguf_file_is_converted_once_for_its_content(cache: Path, tiny_gguf: Path) -> None:
     folder = resolve(str(tiny_gguf))
     digest = hashlib.sha256(tiny_gguf.read_bytes()).hexdigest()
-    assert folder.name == f"tiny_model-{digest[:16]}-v2"
+    assert folder.name == f"tiny_model-{digest[:16]}-v3"
     assert {path.name for path in folder.iterdir()} == ENTRY_FILES
     assert (folder / "model.gguf").read_bytes() == tiny_gguf.read_bytes()
     before = (folder / "model.safetensors").stat()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -24,8 +25,10 @@ from engine.metrics import SchedulerStats
 from engine.model_runner.model_runner import ModelRunner
 from engine.models.checkpoint import read_config
 from engine.models.decoder import Decoder
-from engine.models.registry import DECODERS, BuiltModel, build_model, choose
+from engine.models.families import DECODERS
+from engine.models.registry import BuiltModel, build_model, choose
 from engine.models.transformers_backend import TransformersModel
+from engine.models.transformers_loading import foretell
 from engine.outputs import Capacity, RequestId
 from engine.protocol import EngineCoreRequest
 from engine.sampling_params import SamplingParams
@@ -93,6 +96,10 @@ def draw_prompt(length: int, seed: int) -> list[int]:
 PROMPTS = [draw_prompt(1 + 5 * i, seed=i) for i in range(8)]
 
 
+def quiet(*_progress: Any) -> None:
+    """Tell nobody."""
+
+
 class Recorder:
     """A model whose logits are kept."""
 
@@ -120,7 +127,7 @@ class Stack:
         self.settings = {"max_num_batched_tokens": 512, "max_num_seqs": 16, "block_size": 4, "max_model_len": 64}
         self.settings |= {"num_gpu_blocks_override": 600, "num_threads": 1} | settings
         self.runner = ModelRunner(EngineConfig(**self.settings), folder)
-        self.capacity = self.runner.start(lambda *call: None)
+        self.capacity = self.runner.start(quiet)
         self.model = self.runner._model
 
     def fewest_blocks(self) -> int:
@@ -193,6 +200,7 @@ def test_tokens_and_logits_equal_eager_alone_batched_chunked_preempted_and_with_
     model.save_pretrained(tmp_path)
     stack = Stack(tmp_path, model_impl="transformers")
     assert isinstance(stack.model, TransformersModel)
+    assert foretell(model.config, quiet) == "transformers' model, which passes the guard,"
 
     check(model, PROMPTS[-1], stack.run(PROMPTS[-1:])[0][0])
 
@@ -250,7 +258,7 @@ def gpt2_folder(draw_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 
 def build(folder: Path, **settings: Any) -> BuiltModel:
-    return build_model(folder, EngineConfig(**settings), lambda done, total: None)
+    return build_model(folder, EngineConfig(**settings), quiet)
 
 
 def copy_of(folder: Path, target: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], None]) -> Path:
@@ -290,6 +298,20 @@ def test_a_stored_head_that_is_not_the_embedding_is_not_tied_as_transformers_doe
         check(model, PROMPTS[3], stack.run(PROMPTS[3:4])[0][0])
 
 
+def test_a_tied_embedding_may_be_stored_as_the_head_alone(draw_model: Any, tmp_path: Path) -> None:
+    (tmp_path / "tied").mkdir()
+    model = draw_model("llama", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "tied")
+
+    def rename(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors.pop("model.embed_tokens.weight")
+
+    folder = copy_of(tmp_path / "tied", tmp_path, rename)
+    for implementation in ("own", "transformers"):
+        stack = Stack(folder, model_impl=implementation)
+        check(model, PROMPTS[3], stack.run(PROMPTS[3:4])[0][0])
+
+
 def test_own_refuses_what_is_no_row(gpt2_folder: Path) -> None:
     with pytest.raises(UnsupportedModel, match="names GPT2LMHeadModel; our own decoder runs Gemma2"):
         build(gpt2_folder, model_impl="own")
@@ -317,13 +339,13 @@ def test_a_number_that_only_our_own_decoder_refuses_is_for_transformers_to_read(
     with pytest.raises(CheckpointError, match="factor must be a finite number above 0, got None"):
         build(folder, model_impl="own")
     assert isinstance(build(folder).model, TransformersModel)
-    assert choose(read_config(folder)).startswith("transformers' model")
+    assert choose(read_config(folder), None, quiet).implementation == "transformers' model, which passes the guard,"
 
 
 def test_a_number_that_both_refuse_is_refused_with_both_reasons(llama_folder: Path, tmp_path: Path) -> None:
     folder = copy_of(llama_folder, tmp_path, lambda raw, tensors: raw.update(vocab_size="many"))
     words = "config.json is not accepted by transformers: .* Our own decoder .* vocab_size must be a whole number"
-    for refuse in (build, lambda folder: choose(read_config(folder))):
+    for refuse in (build, lambda folder: choose(read_config(folder), None, quiet)):
         with pytest.raises(CheckpointError, match=f"(?s)^{words}"):
             refuse(folder)
 
@@ -354,7 +376,7 @@ def test_an_error_of_transformers_without_a_text_is_named_by_its_type(
             {"architectures": ["NovelForCausalLM"], "auto_map": {"AutoModelForCausalLM": "novel.Novel"}},
             "code from a model folder is never run",
         ),
-        ({"architectures": []}, "has no causal language model without a name"),
+        ({"architectures": []}, "names no architecture"),
         ({"architectures": ["OPTForCausalLM"]}, "its model_type is one of GPT2LMHeadModel"),
         ({"quantization_config": {"quant_method": "gptq"}}, "gptq"),
     ],
@@ -405,9 +427,35 @@ def invent(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         (invent, r"1 unknown: transformer\.h\.1\.adapter\.weight"),
     ],
 )
-def test_a_tensor_that_does_not_fit_is_named(gpt2_folder: Path, tmp_path: Path, fault: Any, words: str) -> None:
+def test_a_tensor_that_does_not_fit_is_named_by_the_load_and_by_what_foretells_it(
+    gpt2_folder: Path, tmp_path: Path, fault: Any, words: str
+) -> None:
+    folder = copy_of(gpt2_folder, tmp_path, fault)
     with pytest.raises(CheckpointError, match=words):
-        build(copy_of(gpt2_folder, tmp_path, fault))
+        build(folder)
+    with pytest.raises(CheckpointError, match=words):
+        choose(read_config(folder), folder, quiet)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn, torch.int32, torch.float64])
+def test_weights_of_a_type_that_is_not_read_are_refused_by_name(
+    gpt2_folder: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    name = "transformer.h.1.mlp.c_fc.weight"
+    folder = copy_of(gpt2_folder, tmp_path, lambda raw, tensors: tensors.update({name: tensors[name].to(dtype)}))
+    with pytest.raises(UnsupportedModel, match=rf"tensor {re.escape(name)} is stored as .*; F32, BF16, F16 can be"):
+        build(folder)
+    with pytest.raises(UnsupportedModel, match="is stored as"):
+        choose(read_config(folder), folder, quiet)
+
+
+def test_tables_that_old_checkpoints_have_beside_the_weights_may_be_of_any_type(
+    gpt2_folder: Path, tmp_path: Path
+) -> None:
+    mask = {"transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8)}
+    folder = copy_of(gpt2_folder, tmp_path, lambda raw, tensors: tensors.update(mask))
+    assert isinstance(build(folder).model, TransformersModel)
+    assert "passes the guard" in choose(read_config(folder), folder, quiet).implementation
 
 
 def test_a_truncated_weight_file_is_a_checkpoint_error(gpt2_folder: Path, tmp_path: Path) -> None:
@@ -433,9 +481,9 @@ def test_weights_are_loaded_in_the_calling_thread(gpt2_folder: Path, monkeypatch
 
 def test_what_would_run_a_model_is_said_without_its_weights() -> None:
     gpt2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
-    assert choose(gpt2).startswith("transformers' model, if it passes the guard")
+    assert choose(gpt2, None, quiet) == ("transformers' model, which passes the guard,", 1024)
     words = "^transformers .* has no causal language model NovelForCausalLM. Our own decoder"
     with pytest.raises(UnsupportedModel, match=words):
-        choose({"architectures": ["NovelForCausalLM"]})
+        choose({"architectures": ["NovelForCausalLM"]}, None, quiet)
     with pytest.raises(UnsupportedModel, match=r"^quantized checkpoints are not supported"):
-        choose(gpt2 | {"quantization_config": {"quant_method": "gptq"}})
+        choose(gpt2 | {"quantization_config": {"quant_method": "gptq"}}, None, quiet)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from engine.kv_cache.prefix_cache import PrefixCache
-from engine.outputs import SchedulerOutput
+from engine.outputs import RequestId, SchedulerOutput
 from engine.request import Request, RequestStatus
 from engine.scheduler.admission import LOOK_AHEAD, MAX_YIELDS
 from engine.testing import CoreDriver
@@ -210,6 +210,24 @@ def test_what_a_window_shares_is_not_counted_on_for_its_blocks_are_given_back() 
     assert not cache.has_room(newcomer, match, num_reserved=20)
     assert newcomer.shortage is not None
     assert newcomer.shortage.num_blocks == cache.max_blocks(20)
+
+
+def test_what_a_window_shares_is_promised_once_more_so_that_the_reserve_is_whole_from_the_start() -> None:
+    settings = {"max_num_seqs": 4, "max_num_batched_tokens": 5, "max_model_len": 64, "num_gpu_blocks_override": 60}
+    driver = make_driver(windows=(None, 9), **settings)
+    driver.add("first", range(65, 90), max_tokens=30)
+    while not driver.completions[RequestId("first")].token_ids:
+        driver.step()
+    cache = driver.core._kv_cache
+    num_available = cache.num_available_blocks
+    driver.add("second", [*range(65, 89), *range(200, 216)], max_tokens=2)
+    match = cache.match(live(driver, "second"))
+    assert not cache.has_room(live(driver, "second"), match, num_reserved=60)
+    shortage = live(driver, "second").shortage
+    assert shortage is not None
+    for _ in range(3):  # in chunks, while the window passes what it shares
+        driver.step()
+        assert cache.num_available_blocks == num_available - shortage.num_blocks
 
 
 def test_who_waits_for_blocks_in_flight_takes_no_further_places_meanwhile() -> None:

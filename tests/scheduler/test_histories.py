@@ -55,7 +55,7 @@ def test_in_any_history_each_request_gets_what_it_gets_alone_and_one_end(
 
 
 @pytest.mark.slow
-def test_seeded_histories_are_clean_and_take_every_move_there_is() -> None:
+def test_seeded_histories_are_clean_and_take_every_move_but_a_rare_one() -> None:
     this = Run(TARGET, seed=1)
     failure = this.find(max_seconds=1e9, max_histories=250)
     assert failure is None

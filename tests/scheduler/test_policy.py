@@ -231,12 +231,132 @@ def test_who_never_ran_is_not_charged_in_whatever_order_it_leaves(backwards: boo
     assert waiting.index("last") < waiting.index("b1")
 
 
-def test_the_virtual_time_is_that_of_the_last_request_admitted_and_newcomers_come_just_before_it() -> None:
+def test_the_virtual_time_moves_on_by_a_share_of_what_is_admitted_and_newcomers_start_then() -> None:
     fair = Fair()
     starts = []
     for number, client in enumerate(("a", "a", "b", "a", "c")):
         made = Request(request(f"r{number}", client), number, 10)
         made.place = fair.place(made)
+        made.move_to(RequestStatus.RUNNING)
         fair.started(made)
         starts.append(made.place[0])
-    assert starts == [-1, 1, 0, 3, 2]  # each asks for two tokens
+    assert starts == [0, 2, 3, 4, 5]  # each asks for two tokens, and to move by less than one is none
+
+
+# -- fair, though clients come that were never here before, and never end ---------------------------------------------
+
+
+class Newcomers:
+    """Keeps `num_waiting` requests waiting, each of a client of its own."""
+
+    def __init__(self, driver: CoreDriver, num_waiting: int = 4) -> None:
+        self.driver = driver
+        self.num_waiting = num_waiting
+        self.num_added = 0
+
+    def step(self) -> None:
+        while self.driver.core.stats().num_waiting < self.num_waiting:
+            self.num_added += 1
+            first, client = 50 + self.num_added % 50, f"once {self.num_added}"
+            self.driver.add(f"n{self.num_added}", prompt(6, first), client_key=client, max_tokens=6)
+        self.driver.step()
+
+    def steps_until_ended(self, *names: str, max_steps: int = 400) -> int:
+        """Run until all `names` have ended and return in how many steps; fails after `max_steps`."""
+        for number in range(max_steps):
+            if all(self.driver.completions[RequestId(name)].finish_reason is not None for name in names):
+                return number
+            self.step()
+        raise AssertionError(f"{names} starve: {self.num_added} newcomers were added")
+
+
+def test_endless_newcomers_do_not_starve_who_was_preempted_for_want_of_blocks() -> None:
+    driver = make_driver("fair", num_gpu_blocks_override=10)
+    driver.add("elder", prompt(4, 1), client_key="a", max_tokens=32)
+    driver.add("younger", prompt(8, 2), client_key="b", max_tokens=24)
+    while not driver.num_preemptions:
+        driver.step()
+    assert Newcomers(driver).steps_until_ended("elder", "younger") < 30
+    assert driver.completions[RequestId("younger")].token_ids == driver.expected("younger", 24)
+
+
+def test_endless_newcomers_do_not_starve_who_a_reset_has_preempted() -> None:
+    driver = make_driver("fair")
+    driver.add("a1", prompt(8, 1), client_key="a", max_tokens=20)
+    driver.add("a2", prompt(8, 2), client_key="a", max_tokens=20)
+    driver.step()
+    driver.core.reset_prefix_cache(reset_running=True)
+    newcomers = Newcomers(driver)
+    assert newcomers.steps_until_ended("a1") < 25
+    assert newcomers.steps_until_ended("a2") < 60  # it made way once: its client had two running
+
+
+@pytest.mark.parametrize("num_waiting", [1, 4, 20])
+def test_endless_newcomers_do_not_starve_a_clients_second_request(num_waiting: int) -> None:
+    driver = make_driver("fair")
+    driver.add("first", prompt(8, 1), client_key="a", max_tokens=20)
+    driver.step()
+    driver.add("second", prompt(8, 2), client_key="a", max_tokens=20)
+    newcomers = Newcomers(driver, num_waiting)
+    while not driver.completions[RequestId("second")].token_ids:
+        newcomers.step()
+        assert newcomers.num_added <= 28 * (1 + num_waiting)  # it starts 28 tokens later
+    newcomers.steps_until_ended("second")
+
+
+def test_among_endless_newcomers_a_client_that_queues_gets_one_request_after_the_other() -> None:
+    driver = make_driver("fair")
+    for number in range(5):
+        driver.add(f"queued{number}", prompt(4, number), client_key="batch", max_tokens=6)
+    newcomers = Newcomers(driver)
+    for number in range(5):
+        assert newcomers.steps_until_ended(f"queued{number}") < 60
+
+
+def test_who_comes_waits_for_one_request_of_a_client_at_most_however_much_was_just_admitted() -> None:
+    driver = make_driver("fair", max_num_seqs=1, max_model_len=400, num_gpu_blocks_override=101)
+    for number in range(9):
+        driver.add(f"many{number}", prompt(2, number), client_key="many", max_tokens=1)
+    driver.add("huge", prompt(2, 60), client_key="huge", max_tokens=390)
+    assert started(driver.step()) == ["many0"]
+    assert started(driver.step()) == ["huge"]
+    driver.abort("huge")
+    driver.add("single", prompt(2, 61), client_key="single", max_tokens=1)
+    assert [started(driver.step())[0] for _ in range(3)] == ["many1", "single", "many2"]
+
+
+def test_who_awaits_a_grammar_does_not_hold_up_the_virtual_time() -> None:
+    driver = make_driver("fair")
+    driver.add("first", prompt(8, 1), client_key="a", max_tokens=20)
+    driver.step()
+    driver.add("aside", prompt(2, 2), client_key="a", max_tokens=2, awaits_grammar=True)
+    driver.add("second", prompt(8, 3), client_key="a", max_tokens=20)
+    Newcomers(driver).steps_until_ended("second")
+
+
+def test_what_has_gone_by_while_a_request_waited_is_not_given_back_when_it_is_aborted() -> None:
+    driver = make_driver("fair", max_num_seqs=1, max_model_len=200, num_gpu_blocks_override=60)
+    driver.add("bait", prompt(50, 1), client_key="a", max_tokens=50, awaits_grammar=True)
+    for number in range(4):
+        driver.add(f"x{number}", prompt(4, number), client_key="x", max_tokens=60)
+    while driver.completions[RequestId("x3")].finish_reason is None:
+        driver.step()
+    for number in range(3):
+        driver.add(f"a{number}", prompt(4, number), client_key="a", max_tokens=20)
+    driver.abort("bait")
+    driver.add("a3", prompt(4, 3), client_key="a", max_tokens=20)
+    starts = {request.request_id: request.place[0] for request in driver.live_requests}
+    assert [starts[f"a{number}"] - starts["a0"] for number in range(4)] == [0, 24, 48, 72]
+
+
+def test_who_owes_and_is_aborted_is_not_kept() -> None:
+    driver = make_driver("fair")
+    policy = driver.core._scheduler._policy
+    assert isinstance(policy, Fair)
+    driver.add("running", prompt(2, 1), client_key="a", max_tokens=30)
+    driver.step()
+    for number in range(3 * MAX_DEBTORS):
+        driver.core.add(request(f"r{number}", "a"), 0.0)
+        driver.core.abort([RequestId(f"r{number}")])
+        driver.core.take_outputs()
+    assert len(policy._owing) <= MAX_DEBTORS + 1

@@ -119,6 +119,15 @@ def test_equal_prompts_admitted_in_one_step_share_what_that_step_computes() -> N
     assert [driver.completions[name].outputs[0].num_cached_tokens for name in "abc"] == [0, 96, 96]
 
 
+def test_a_block_is_published_by_the_very_row_that_fills_it() -> None:
+    driver = make_driver()
+    size = driver.core.capacity.block_size
+    driver.add("fills", prompt(size), max_tokens=2)
+    driver.add("reads", prompt(size + 1), max_tokens=2)
+    assert rows(driver.step()) == {"fills": size, "reads": 1}
+    driver.run()
+
+
 def test_a_history_sent_again_computes_only_what_is_behind_its_last_full_block() -> None:
     driver = make_driver()
     driver.add("a", prompt(100), max_tokens=200)

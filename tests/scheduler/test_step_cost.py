@@ -64,7 +64,7 @@ def test_a_step_does_the_same_whether_one_waits_or_thousands_and_whatever_the_po
 
 
 def test_what_a_step_costs_grows_by_the_same_amount_with_each_request_that_runs() -> None:
-    totals = [sum(calls_a_step(Decoding("fcfs", number, 1, 1000), 40)) for number in (4, 8, 16)]
+    totals = [sum(calls_a_step(Decoding("fcfs", number, 1, 1000), 32)) for number in (4, 8, 16)]
     assert totals[2] - totals[1] == 2 * (totals[1] - totals[0])
 
 
@@ -103,7 +103,7 @@ def test_a_step_looks_at_the_running_requests_and_takes_the_blocks_that_are_due(
         decoding.step()
         assert touched == {f"r{number}": 1 for number in range(NUM_RUNNING)}
         blocks_a_step.append(len(moved))
-    assert sorted(blocks_a_step) == [0] * 30 + [NUM_RUNNING] * 2  # a block a request every sixteen steps
+    assert sorted(blocks_a_step) == [0] * 8 + [1] * 24  # a block a request every sixteen steps, none in the same one
 
 
 def test_a_cached_block_costs_little_memory() -> None:
@@ -114,4 +114,5 @@ def test_the_bench_reports_its_figures_beside_their_limits() -> None:
     sizes = Sizes(num_running=4, num_waiting=50, num_blocks=500, num_rounds=3, num_steps=2)
     figures = scheduler("priority", sizes).as_json()["figures"]
     assert figures["limit_of_both_us"] == 60 + 3 * 4
+    assert 0 < figures["mean_of_both_us"] <= figures["max_of_both_us"]
     assert all(value > 0 for name, value in figures.items() if name != "a_running_request_beyond_the_base_us")

@@ -13,7 +13,8 @@ import trio
 import trio.testing
 
 from transport import process as process_module
-from transport.process import MAX_LINE_BYTES, child_guard, describe_exit, open_child
+from transport.lines import MAX_LINE_BYTES
+from transport.process import child_guard, describe_exit, open_child
 
 GUARD = "from transport.process import child_guard; child_guard();"
 WAIT = "import signal; signal.pause()"

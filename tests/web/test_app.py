@@ -7,6 +7,7 @@ import logging
 
 import pytest
 
+from engine.config import ServeConfig
 from web.app import create_app
 
 WRONG = [
@@ -123,7 +124,7 @@ async def test_full_queue_is_429_with_retry_after(open_served):
 
 
 async def test_bug_in_a_handler_is_500_without_detail_and_logged(served, monkeypatch, caplog):
-    monkeypatch.setattr(type(served.engine), "stats", lambda self: 1 / 0)
+    monkeypatch.setattr(type(served.engine), "stats_by_engine", lambda self: 1 / 0)
     with caplog.at_level(logging.ERROR):
         answer = await served.request("GET", "/metrics")
     assert (answer.status, answer.error["type"]) == (500, "server_error")
@@ -139,20 +140,21 @@ async def test_page_is_one_file_that_asks_nobody_else(served):
     assert "default-src 'none'" in answer.headers["content-security-policy"]
 
 
-async def test_no_asyncio_loop_is_made_by_any_route(served, monkeypatch):
+async def test_no_asyncio_loop_is_made_by_any_route(open_served, monkeypatch):
     def trap(*_, **__):
         raise AssertionError("an asyncio loop was made")
 
     monkeypatch.setattr(asyncio, "new_event_loop", trap)
     monkeypatch.setattr(asyncio.base_events.BaseEventLoop, "__init__", trap)
-    app = create_app(served.state)
-    routes = {(rule.rule, method) for rule in app.url_map.iter_rules() for method in rule.methods}
-    for route, method in sorted(routes):
-        answer = await served.request(method, route.replace("<path:name>", "null"))
-        assert answer.status in {200, 400}, (method, route)
-    for stream in (False, True):
-        assert (await served.post(served.chat(stream=stream, n=2))).status == 200
-        body = {"prompt": ["a", "b"], "max_tokens": 2, "stream": stream}
-        assert (await served.post(body, "/v1/completions")).status == 200
-    assert (await served.post(b"x" * 10**6)).status == 400
-    assert (await served.request("GET", "/nowhere")).status == 404
+    async with open_served(serve_config=ServeConfig(port=0, enable_operations=True)) as served:
+        app = create_app(served.state)
+        routes = {(rule.rule, method) for rule in app.url_map.iter_rules() for method in rule.methods}
+        for route, method in sorted(routes):
+            answer = await served.request(method, route.replace("<path:name>", "null"))
+            assert answer.status in {200, 400}, (method, route)
+        for stream in (False, True):
+            assert (await served.post(served.chat(stream=stream, n=2))).status == 200
+            body = {"prompt": ["a", "b"], "max_tokens": 2, "stream": stream}
+            assert (await served.post(body, "/v1/completions")).status == 200
+        assert (await served.post(b"x" * 10**6)).status == 400
+        assert (await served.request("GET", "/nowhere")).status == 404

@@ -85,3 +85,4 @@ async def test_dead_engine_is_unhealthy_at_once_and_its_metrics_still_answer(ope
             await served.post(served.chat())
         assert (await served.request("GET", "/health")).status == 503
         assert (await served.request("GET", "/metrics")).status == 200
+        assert (await served.request("GET", "/v1/models")).status == 503  # probes ask it too

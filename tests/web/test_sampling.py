@@ -51,7 +51,7 @@ async def test_penalties_and_bans_decide_what_comes(open_served, byte_llama: Pat
             assert (answer.status, answer.error["param"]) == (400, name)
             assert "token id 256, which is outside the vocabulary: ids are from 0 to 255" in answer.error["message"]
         answer = await served.post(GREEDY | {"allowed_token_ids": [97], "bad_words": ["a"]}, "/v1/completions")
-        assert answer.status == 500
+        assert answer.status == 400
         assert "no token is allowed" in answer.error["message"]
 
 

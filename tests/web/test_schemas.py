@@ -54,7 +54,27 @@ REFUSED = [
     ({"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20, got 21"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "needs stream to be false"),
     ({"tools": [{}]}, "tools", "not supported yet"),
-    ({"response_format": {"type": "json_object"}}, "response_format", "not supported yet"),
+    ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
+    ({"response_format": {"type": "json_schema"}}, "response_format", "of type json_schema needs json_schema"),
+    ({"response_format": {"type": "text", "triggers": []}}, "response_format", "of type text has no use for triggers"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+        "response_format.json_schema.schema",
+        "",
+    ),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
+        "structured_outputs",
+        "",
+    ),
+    ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "got regex and choice"),
+    ({"structured_outputs": {"guided_json": {}}}, "structured_outputs", "unknown field 'guided_json'"),
+    ({"guided_json": {}}, "guided_json", "unknown field"),
+    (
+        {"structured_outputs": {"regex": "a"}, "response_format": {"type": "json_object"}},
+        "structured_outputs",
+        "give one of them",
+    ),
     ({"logit_bias": {"5": 101}}, "logit_bias", "of token 5 must be from -100 to 100, got 101"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "token ids from 0 to 2147483647 as keys, got 'x'"),
     ({"logit_bias": {"-1": 1}}, "logit_bias", "got '-1'"),
@@ -167,3 +187,22 @@ def test_wrong_prompt_is_refused(prompt, param, says):
     with pytest.raises(InvalidRequest, match=says.replace("[", r"\[")) as refusal:
         _ = decode_completion(json.dumps({"prompt": prompt}).encode()).prompts
     assert refusal.value.param == param
+
+
+def test_what_a_text_must_match_is_said_in_openais_way_or_in_vllms():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    tag = {"structures": [{"begin": "<f>", "schema": schema, "end": ""}], "triggers": ["<f"]}
+    named = {"name": "x", "schema": schema, "strict": True, "description": "y"}
+    asked = {
+        "json": ({"type": "json_schema", "json_schema": named}, schema),
+        "json_object": ({"type": "json_object"}, True),
+        "structural_tag": ({"type": "structural_tag"} | tag, tag),
+    }
+    for kind, (response_format, value) in asked.items():
+        params = chat(response_format=response_format).sampling_params()
+        assert params == chat(structured_outputs={kind: value}).sampling_params()
+        assert params.structured_outputs.kind == kind
+    assert chat(response_format={"type": "text"}).sampling_params().structured_outputs is None
+    assert (
+        chat(response_format={"type": "text"}, structured_outputs={"regex": "a"}).sampling_params().structured_outputs
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 
 import pytest
@@ -11,6 +12,7 @@ import trio.testing
 from engine.client.input_processor import InputProcessor
 from engine.config import ServeConfig
 from engine.errors import ConfigError
+from engine.protocol import PauseMode
 from web import sse
 from web.listeners import open_listeners
 
@@ -128,3 +130,36 @@ async def test_port_in_use_is_the_operators_error_with_port_and_remedy():
         with pytest.raises(ConfigError, match=f"{port}.*--port"):
             async with open_listeners(ServeConfig(port=port)):
                 pass
+
+
+@pytest.mark.parametrize("mode", list(PauseMode))
+async def test_drain_of_a_paused_engine_runs_what_waits(open_served, mode, caplog):
+    caplog.set_level(logging.DEBUG, "teardown")
+    async with open_served(drain_s=5, null_step_ms=1) as served:
+        await served.engine.pause(mode)
+        async with await served.open_stream(max_tokens=20) as stream:
+            await served.wait_counts(lambda running, waiting, used: waiting == 1)
+            served.stop.set()
+            assert b'"finish_reason":"length"' in await read_to_end(stream)
+            await served.ended.wait()
+    assert [record.message for record in caplog.records if record.name == "teardown"] == [
+        "probes and new work get 503",
+        "streams ended, 0 cut",
+        "listeners closed",
+        "connections closed",
+        "engine asked to stop",
+        "intake closed",
+        "step task ended",
+        "last word acknowledged",
+        "grammar back end closed",
+        "executor closed",
+    ]
+
+
+async def test_stop_of_a_paused_engine_ends_what_waits(open_served):
+    async with open_served() as served:
+        await served.engine.pause(PauseMode.KEEP)
+        async with await served.open_stream(max_tokens=20) as stream:
+            await served.wait_counts(lambda running, waiting, used: waiting == 1)
+            served.stop.set()
+            assert b"HTTP/1.1 503" in await read_to_end(stream)

@@ -1,0 +1,127 @@
+"""A process of its own in which a grammar is tried before the engine compiles it.
+
+The compiler's limits bound its work, not all of its time, and neither its memory nor its stack: a schema of ninety
+characters can take minutes, and a long chain of rules ends the process. So each new grammar is first made, compiled and
+walked for a few steps here, over single bytes, with a part of the stack that the engine's threads have, and within
+limits on processor time and memory that the kernel holds: a fork of this process that exceeds them dies, alone.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+import socket
+import struct
+import sys
+import traceback
+
+import msgspec
+import numpy as np
+from llguidance import LLMatcher
+
+from engine.errors import InvalidGrammar
+from engine.structured_output.lark import to_lark
+from engine.structured_output.llguidance_backend import compute_mask, match, message_of
+from engine.structured_output.params import StructuredOutputsParams
+from engine.structured_output.vocabulary import Vocabulary
+
+MAX_MEMORY_BYTES = 512 * 2**20
+"""Most memory of a trial, the interpreter's own included."""
+STACK_BYTES = 2**20
+"""The stack of a trial: an eighth of what a thread usually has."""
+NUM_STEPS = 64
+"""Bytes that a grammar is walked for."""
+_TOO_COMPLEX = ("ParserTooComplex", "LexerTooComplex")
+_LENGTH = struct.Struct("<I")
+
+
+class Answer(msgspec.Struct, frozen=True):
+    """What a trial found: the grammar, or why it is refused."""
+
+    lark: str = ""
+    refusal: str | None = None
+
+
+def try_out(params: StructuredOutputsParams, vocabulary: Vocabulary) -> Answer:
+    """Make the grammar of `params`, compile it and walk it for some steps."""
+    try:
+        lark = to_lark(params)
+        matcher = match(params, lark, vocabulary)
+    except InvalidGrammar as error:
+        return Answer(refusal=str(error))
+    except MemoryError:
+        return _refused(params, "needs too much memory to compile")
+    _walk(matcher, vocabulary)
+    if matcher.stop_reason() in _TOO_COMPLEX:
+        return Answer(refusal=str(InvalidGrammar(f"{params.kind}: {message_of(matcher)}")))
+    return Answer(lark=lark)
+
+
+def _walk(matcher: LLMatcher, vocabulary: Vocabulary) -> None:
+    """Compute masks along some text that the grammar allows, as far as it goes."""
+    draw = random.Random(0)
+    for _ in range(NUM_STEPS):
+        mask = None if matcher.is_stopped() else compute_mask(matcher, vocabulary.size + 1)
+        if mask is None:
+            return
+        allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: vocabulary.size])
+        if not len(allowed):
+            return
+        matcher.consume_token(int(draw.choice(allowed)))
+
+
+def encode_frame(message: StructuredOutputsParams | Answer) -> bytes:
+    """Return `message` with its length before it."""
+    body = msgspec.msgpack.encode(message)
+    return _LENGTH.pack(len(body)) + body
+
+
+def frame_size(header: bytes) -> int:
+    """Return how many bytes follow a frame's first four."""
+    size: int = _LENGTH.unpack(header)[0]
+    return size
+
+
+def main() -> None:
+    """Be a trial process: arguments are the descriptor of a socket and the seconds that a grammar may take."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
+    vocabulary = Vocabulary([bytes([byte]) for byte in range(256)])
+    most_s = float(sys.argv[2])
+    with socket.socket(fileno=int(sys.argv[1])) as line, line.makefile("rb") as incoming:
+        while len(header := incoming.read(_LENGTH.size)) == _LENGTH.size:
+            asked = msgspec.msgpack.decode(incoming.read(frame_size(header)), type=StructuredOutputsParams)
+            line.sendall(encode_frame(_in_a_fork(asked, vocabulary, most_s)))
+
+
+def _in_a_fork(asked: StructuredOutputsParams, vocabulary: Vocabulary, most_s: float) -> Answer:
+    """Try `asked` in a copy of this process, which the kernel ends by SIGPROF after so much processor time."""
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            signal.setitimer(signal.ITIMER_PROF, most_s)
+            with open(writing, "wb") as outgoing:
+                outgoing.write(msgspec.msgpack.encode(try_out(asked, vocabulary)))
+        except BaseException:  # the fork's main: told by its last words, and by an answer that is missing
+            traceback.print_exc()
+        finally:
+            os._exit(0)  # nothing of this process is the copy's to clean up
+    os.close(writing)
+    with open(reading, "rb") as incoming:
+        answer = incoming.read()
+    _, status = os.waitpid(pid, 0)
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
+        limit = f"--grammar-compile-time {most_s:g} seconds of processor time"
+        return _refused(asked, f"takes more than {limit} to compile")
+    if os.WIFSIGNALED(status) or not answer:
+        return _refused(asked, "is nested too deeply, or needs too much memory to compile")
+    return msgspec.msgpack.decode(answer, type=Answer)
+
+
+def _refused(asked: StructuredOutputsParams, fault: str) -> Answer:
+    shown = getattr(asked, asked.kind)
+    return Answer(refusal=str(InvalidGrammar(f"{asked.kind} {shown!r:.80} {fault}: make it simpler")))

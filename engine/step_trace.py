@@ -1,0 +1,65 @@
+"""A profile of steps as Chrome's trace viewer (chrome://tracing, Perfetto) reads it, whichever runner ran them.
+
+One row has the steps from launch to commit, the other what the runner says of their parts, laid end to end.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.outputs import ModelRunnerOutput, SchedulerOutput
+
+MAX_STEPS = 20_000
+"""Steps that are kept, from the first on; about 5 MB."""
+_MICROSECONDS = 1e6
+
+
+class StepTrace:
+    """Notes steps until it is written."""
+
+    def __init__(self) -> None:
+        """Start with no step."""
+        self._events: list[dict[str, Any]] = []
+        self._num_steps = 0
+
+    def add(self, plan: SchedulerOutput, output: ModelRunnerOutput, launched_s: float, ended_s: float) -> None:
+        """Note a step by the times, in seconds, at which it was launched and its result was there."""
+        self._num_steps += 1
+        if self._num_steps > MAX_STEPS:
+            return
+        counts = {"num_requests": len(plan.requests), "num_tokens": plan.num_tokens}
+        self._note("steps", f"step {plan.step}", launched_s, ended_s - launched_s, counts)
+        began_s = launched_s
+        for part, seconds in output.timings.items():
+            self._note("runner", part, began_s, seconds, {"step": plan.step})
+            began_s += seconds
+
+    def write(self, folder: Path) -> Path:
+        """Write the trace into a new file of `folder`, which is made if it does not exist; return its path."""
+        folder.mkdir(parents=True, exist_ok=True)
+        number = 1
+        while (path := folder / f"steps-{os.getpid()}-{number}.json").exists():
+            number += 1
+        content = {
+            "traceEvents": self._events,
+            "otherData": {"num_steps": self._num_steps, "num_kept": min(self._num_steps, MAX_STEPS)},
+        }
+        path.write_bytes(msgspec.json.encode(content))
+        return path
+
+    def _note(self, row: str, name: str, began_s: float, seconds: float, arguments: dict[str, int]) -> None:
+        self._events.append(
+            {
+                "name": name,
+                "ph": "X",
+                "pid": os.getpid(),
+                "tid": row,
+                "ts": began_s * _MICROSECONDS,
+                "dur": seconds * _MICROSECONDS,
+                "args": arguments,
+            }
+        )

@@ -1,0 +1,134 @@
+"""From what a user asks of an output's form to one grammar in llguidance's variant of Lark, whatever the kind.
+
+Only text is made here, and only what is wrong in itself is refused; what the grammar means is the compiler's.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from llguidance import LLMatcher
+from llguidance.gbnf_to_lark import gbnf_to_lark
+
+from engine.errors import InvalidGrammar
+from engine.structured_output.params import StructuredOutputsParams
+
+WHITESPACE = r"[ \t\n\r]{1,64}"
+"""Between the parts of a JSON document, unless asked otherwise: enough for deep indentation, and no endless loop."""
+_OPTIONS = '%llguidance {"no_forcing": true}\n'
+"""Masks then allow every spelling in tokens, not one that is computed: what is allowed is what is accepted."""
+_GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
+"""How a rule of GBNF begins, and none of Lark's."""
+_SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+_SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
+_SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+
+
+def to_lark(params: StructuredOutputsParams) -> str:
+    """Return the grammar of `params`; a user's own grammar keeps its line numbers.
+
+    Raises:
+        InvalidGrammar: It cannot be written as one; the caller's fault.
+    """
+    return f"{_WRITERS[params.kind](params)}\n{_OPTIONS}"
+
+
+def _of_schema(params: StructuredOutputsParams) -> str:
+    schema = json.loads(params.json or "")
+    if params.disable_additional_properties:
+        for part in _schemas_in(schema):
+            if (part.get("type") == "object" or "properties" in part) and "patternProperties" not in part:
+                part.setdefault("additionalProperties", False)
+    return f"start: {_json_rule(schema, params)}"
+
+
+def _of_any_object(params: StructuredOutputsParams) -> str:
+    return f"start: {_json_rule({'type': 'object'}, params)}"
+
+
+def _of_regex(params: StructuredOutputsParams) -> str:
+    quoted = json.loads(LLMatcher.grammar_from_regex(params.regex or ""))
+    return str(quoted["grammars"][0]["lark_grammar"])
+
+
+def _of_choice(params: StructuredOutputsParams) -> str:
+    # One terminal, so that a text which begins another one is no dead end.
+    return f"start: CHOICE\nCHOICE: {' | '.join(map(json.dumps, params.choice or ()))}"
+
+
+def _of_grammar(params: StructuredOutputsParams) -> str:
+    grammar = params.grammar or ""
+    if _GBNF.search(grammar) is None:
+        return grammar
+    try:
+        return str(gbnf_to_lark(grammar))
+    except Exception as error:  # the library raises nothing more precise
+        raise InvalidGrammar(f"the grammar cannot be read as GBNF: {error!s:.200}") from None
+
+
+def _of_structural_tag(params: StructuredOutputsParams) -> str:
+    """Return free text in which each trigger begins one of its structures."""
+    tag = json.loads(params.structural_tag or "")
+    triggers: list[str] = list(dict.fromkeys(tag["triggers"]))
+    lines = [r"TEXT: /(?s:.*)/"]
+    lines += [f"trigger_{i}[lazy]: TEXT {json.dumps(trigger)}" for i, trigger in enumerate(triggers)]
+    for index, structure in enumerate(tag["structures"]):
+        number = next(i for i, trigger in enumerate(triggers) if structure["begin"].startswith(trigger))
+        begin = structure["begin"].removeprefix(triggers[number])
+        parts = [_literal(begin), _json_rule(structure["schema"], params), _literal(structure["end"])]
+        lines.append(f"tag_{index}: trigger_{number} {' '.join(filter(None, parts))}")
+    tags = " | ".join(f"tag_{index}" for index in range(len(tag["structures"])))
+    return "\n".join([f"start: ({tags})* last", "last: TEXT", *lines])
+
+
+def _literal(text: str) -> str:
+    return json.dumps(text) if text else ""
+
+
+def _json_rule(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
+    options: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
+    if params.disable_any_whitespace:
+        options = {"whitespace_flexible": False}
+    own = schema.get("x-guidance", {})
+    if not isinstance(own, dict):
+        raise InvalidGrammar(f"x-guidance must be an object, got {own!r:.80}")
+    for part in _schemas_in(schema):
+        _check_counts(part)
+    return f"%json {json.dumps(schema | {'x-guidance': options | own})}"
+
+
+def _check_counts(schema: dict[str, Any]) -> None:
+    """Refuse a count of properties that a grammar cannot see to: the same key could come twice and count once."""
+    least, required = schema.get("minProperties", 0), schema.get("required", [])
+    if isinstance(least, int) and isinstance(required, list) and least > max(1, len(required)):
+        raise InvalidGrammar(f"json: minProperties {least} needs as many required properties, got {len(required)}")
+
+
+def _schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
+    """Yield `schema` and every schema inside of it."""
+    if not isinstance(schema, dict):
+        return
+    yield schema
+    for keyword, value in list(schema.items()):
+        inner: list[Any] = []
+        if keyword in _SCHEMA_MAPS and isinstance(value, dict):
+            inner = list(value.values())
+        elif keyword in _SCHEMA_LISTS and isinstance(value, list):
+            inner = value
+        elif keyword in _SCHEMAS:
+            inner = [value]
+        for part in inner:
+            yield from _schemas_in(part)
+
+
+_WRITERS: dict[str, Callable[[StructuredOutputsParams], str]] = {
+    "json": _of_schema,
+    "json_object": _of_any_object,
+    "regex": _of_regex,
+    "choice": _of_choice,
+    "grammar": _of_grammar,
+    "structural_tag": _of_structural_tag,
+}

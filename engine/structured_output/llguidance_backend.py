@@ -1,0 +1,112 @@
+"""Grammars compiled by llguidance, whose masks are computed lazily, each within fixed limits of work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+from llguidance import LLMatcher, LLParserLimits
+
+from engine.errors import InvalidGrammar
+from engine.outputs import GrammarMasks
+from engine.sampling_params import SamplingParams
+from engine.structured_output.grammar import new_bitmasks
+from engine.structured_output.params import StructuredOutputsParams
+from engine.structured_output.vocabulary import Vocabulary, pack_bits
+
+MAX_ERROR_CHARS = 400
+"""Of a compiler's message that is told."""
+_PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
+"""Of a fault in a text that the user did not write."""
+
+
+def limits() -> LLParserLimits:
+    """Return what one grammar may take: of memory in all, and of work for each mask (some 10 ms at most)."""
+    return LLParserLimits(
+        max_items_in_row=5000,
+        initial_lexer_fuel=1_000_000,
+        step_lexer_fuel=100_000,
+        step_max_items=50_000,
+        max_lexer_states=50_000,
+        max_grammar_size=250_000,
+        precompute_large_lexemes=False,
+        verbose_errors=False,
+    )
+
+
+class LLGuidanceGrammar:
+    """One request's grammar; see `Grammar`.
+
+    Where the text may end, the request's ends are allowed: its stop tokens, and EOS unless that is ignored. Elsewhere
+    neither they nor any special token are.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, params: SamplingParams) -> None:
+        """Own `matcher`."""
+        self._matcher = matcher
+        self._ordinary = vocabulary.ordinary
+        self._scratch_size = vocabulary.size + 1
+        self._ends = frozenset(params.stop_token_ids + (() if params.ignore_eos else params.eos_token_ids))
+        self._end_bits = pack_bits(vocabulary.size, sorted(self._ends))
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the text is complete and nothing can follow it."""
+        return bool(self._matcher.is_stopped()) and not self._matcher.is_error()
+
+    @property
+    def failure(self) -> str | None:
+        """Why it can allow nothing more although the text is not complete; None while it works."""
+        return message_of(self._matcher) if self._matcher.is_error() else None
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> bool:
+        """Advance over `token_ids`; an end is accepted where the text may end, and changes nothing."""
+        for token_id in token_ids:
+            if token_id in self._ends and not self._matcher.validate_tokens([token_id]):
+                if not self._matcher.is_accepting():
+                    return False
+            elif not self._matcher.consume_token(token_id):
+                return False
+        return True
+
+    def fill_bitmask(self, bitmask: GrammarMasks) -> None:
+        """Set the bit of each token that may come next; none where the grammar failed."""
+        mask = compute_mask(self._matcher, self._scratch_size)
+        if mask is None:
+            return
+        np.bitwise_and(mask[: len(bitmask)], self._ordinary, out=bitmask)
+        if self._matcher.is_accepting():
+            np.bitwise_or(bitmask, self._end_bits, out=bitmask)
+
+
+def compute_mask(matcher: LLMatcher, size: int) -> GrammarMasks | None:
+    """Return the mask over `size` tokens, the library's own end token included; None where the matcher failed."""
+    mask = new_bitmasks(1, size)[0]
+    matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
+    return None if matcher.is_error() else mask
+
+
+def match(params: StructuredOutputsParams, lark: str, vocabulary: Vocabulary) -> LLMatcher:
+    """Return a matcher of `lark`, the grammar of `params`, that allows at least one token.
+
+    Raises:
+        InvalidGrammar: The grammar is wrong, too large, or allows no text; the caller's fault.
+    """
+    matcher = LLMatcher(vocabulary.matchable, lark, log_level=0, limits=limits())
+    if matcher.is_error():
+        fault = message_of(matcher)
+        if params.kind != "grammar":
+            fault = _PLACE.sub("", fault)
+        raise InvalidGrammar(f"{params.kind}: {fault}")
+    mask = compute_mask(matcher, vocabulary.size + 1)
+    if mask is None or not (mask[: len(vocabulary.ordinary)] & vocabulary.ordinary).any():
+        text = "only the empty text" if matcher.is_accepting() else "no text that the model's tokens can spell"
+        raise InvalidGrammar(f"{params.kind} allows {text}")
+    return matcher
+
+
+def message_of(matcher: LLMatcher) -> str:
+    """Return what is wrong with a matcher that failed, without the source text around the fault."""
+    told = re.split(r"\n\s*\d+ \| |\n<", matcher.get_error())[0]
+    return " ".join(told.split())[:MAX_ERROR_CHARS]

@@ -1,0 +1,41 @@
+"""Grammars for one model's requests, over its vocabulary, which is loaded with the first of them."""
+
+from __future__ import annotations
+
+from engine.client.tokenizer import load_tokenizer
+from engine.errors import Cause, InvalidGrammar, ModelError
+from engine.sampling_params import SamplingParams
+from engine.structured_output.lark import to_lark
+from engine.structured_output.llguidance_backend import LLGuidanceGrammar, match
+from engine.structured_output.vocabulary import Vocabulary
+
+
+class StructuredOutputManager:
+    """Compiles what requests of one model ask for; for one thread at a time."""
+
+    def __init__(self, model: str, vocab_size: int) -> None:
+        """Serve the model in this folder, or `"null"`; nothing is loaded yet."""
+        self._model = model
+        self._vocab_size = vocab_size
+        self._vocabulary: Vocabulary | None = None
+
+    def compile(self, params: SamplingParams, lark: str | None = None) -> LLGuidanceGrammar | Cause:
+        """Compile the grammar of a request that asks for one, `lark` where that is known; or say why it is refused.
+
+        Anew for each request: copies of a compiled grammar would share the limits of its lexer, so that one could fail
+        by what another generated.
+        """
+        asked = params.structured_outputs
+        assert asked is not None
+        try:
+            if self._vocabulary is None:
+                self._vocabulary = Vocabulary.of(load_tokenizer(self._model), self._vocab_size)
+            matcher = match(asked, lark or to_lark(asked), self._vocabulary)
+        except (InvalidGrammar, ModelError) as error:
+            return refusal(str(error))
+        return LLGuidanceGrammar(matcher, self._vocabulary, params)
+
+
+def refusal(message: str) -> Cause:
+    """Return the cause of a request whose grammar cannot be had; the caller's fault."""
+    return Cause(InvalidGrammar.__name__, message)

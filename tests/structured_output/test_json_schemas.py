@@ -1,0 +1,123 @@
+"""Every document that a schema's grammar allows is valid by the `jsonschema` package."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from engine.errors import InvalidGrammar
+from tests.structured_output.conftest import start, write
+
+NAMES = ["a", "b", "name", "é", "x y", "$ref", "properties", '"q"', "10"]
+PATTERNS = ["^[a-z]+$", "ab", "^a|b$", "[0-9]{2,4}", r"^\d+$", "^(foo|bar)*$", "^[^x]*$", r"\w+@\w+", r"^\S{1,3}$"]
+FORMATS = ["date", "date-time", "time", "ipv4", "uuid", "email", "ipv6"]
+CONSTANTS = [1, "a", None, True, 2.5, "é", [1], {"k": 1}, "", -3, '"q"', "a\nb", 1e10]
+FEATURES: list[dict[str, Any]] = [
+    {"$defs": {"n": {"type": "object", "properties": {"l": {"$ref": "#/$defs/n"}}}}, "$ref": "#/$defs/n"},
+    {"definitions": {"p": {"minimum": 1, "type": "number"}}, "items": {"$ref": "#/definitions/p"}, "type": "array"},
+    {"type": "array", "prefixItems": [{"type": "integer"}, {"type": "string"}], "items": False},
+    {"type": "array", "prefixItems": [{"const": 1}], "minItems": 2, "maxItems": 3, "items": {"type": "null"}},
+    {"type": "object", "patternProperties": {"^s_": {"type": "string"}, "^i_": {"type": "integer"}}},
+    {"type": "object", "additionalProperties": {"type": "array", "items": {"type": "boolean"}}, "minProperties": 1},
+    {"type": "object", "properties": {"k": {"const": 1}}, "required": ["k"], "maxProperties": 1},
+    {"allOf": [{"properties": {"a": {"type": "integer"}}}, {"properties": {"b": {"const": 2}}, "required": ["b"]}]},
+    {"type": "object", "properties": {"a": {"type": "integer"}}, "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+    {"oneOf": [{"type": "object", "properties": {"t": {"const": c}}, "required": ["t"]} for c in ("x", "y")]},
+    {"type": ["string", "integer", "null"], "minLength": 2, "minimum": 5},
+    {"type": "integer", "exclusiveMinimum": -3, "exclusiveMaximum": 4},
+    {"type": "number", "minimum": 0.125, "maximum": 17.5, "multipleOf": 0.125},
+    {"type": "integer", "multipleOf": 12},
+    {"type": "string", "pattern": "^[A-Z]{2}[0-9]{3}$", "minLength": 5},
+    {"enum": [{"a": [1, 2.5, "x"]}, [], "😀", None]},
+    {"type": "object", "properties": {"a": True, "b": False}},
+    {"items": {"anyOf": [{"type": "string", "maxLength": 1}, {"type": "array", "maxItems": 1}]}, "type": "array"},
+]
+
+
+def drawn_schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
+    """Return a schema of the features that are compiled, some of them against each other."""
+
+    def inner() -> dict[str, Any]:
+        return drawn_schema(draw, depth + 1)
+
+    match draw.randrange(12 if depth < 3 else 7):
+        case 0:
+            low, span = draw.randint(-50, 50), draw.randint(0, 500)
+            return {"type": "integer", **some(draw, minimum=low, maximum=low + span, multipleOf=draw.randint(1, 7))}
+        case 1:
+            limits = {"minimum": draw.choice([-1.5, 0, 0.25, 3]), "exclusiveMaximum": draw.choice([4.5, 10, 100.125])}
+            return {"type": "number", **some(draw, **limits, multipleOf=draw.choice([0.5, 0.25, 2]))}
+        case 2:
+            least = draw.randint(0, 4)
+            return {"type": "string", **some(draw, minLength=least, maxLength=least + draw.randint(0, 8))}
+        case 3:
+            return {"type": "string", "pattern": draw.choice(PATTERNS)}
+        case 4:
+            return {"enum": draw.sample(CONSTANTS, draw.randint(1, 4))}
+        case 5:
+            return {"type": draw.choice(["boolean", "null"])}
+        case 6:
+            return {"type": "string", "format": draw.choice(FORMATS)}
+        case 7 | 8 | 9:
+            names = draw.sample(NAMES, draw.randint(0, 4))
+            required = draw.sample(names, draw.randint(0, len(names)))
+            more = some(
+                draw, additionalProperties=draw.choice([False, True, inner()]), minProperties=draw.randint(0, 2)
+            )
+            return {"type": "object", "properties": {n: inner() for n in names}, "required": required, **more}
+        case 10:
+            least = draw.randint(0, 3)
+            more = some(draw, minItems=least, maxItems=least + draw.randint(0, 3), prefixItems=[inner()])
+            return {"type": "array", "items": inner(), **more}
+        case _:
+            return {draw.choice(["anyOf", "oneOf", "allOf"]): [inner() for _ in range(draw.randint(1, 3))]}
+
+
+def some(draw: random.Random, **keywords: Any) -> dict[str, Any]:
+    return {name: value for name, value in keywords.items() if draw.random() < 0.4}
+
+
+def assert_documents_are_valid(schema: dict[str, Any], draw: random.Random, count: int) -> int:
+    """Write documents byte by byte and validate the complete ones; return how many were."""
+    checker = jsonschema.Draft202012Validator(schema, format_checker=jsonschema.Draft202012Validator.FORMAT_CHECKER)
+    num_complete = 0
+    for _ in range(count):
+        text, is_complete = write(start({"json": schema}, stop_token_ids=(0,)), draw)
+        if is_complete:
+            checker.validate(json.loads(text))
+            num_complete += 1
+    return num_complete
+
+
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True, database=None)
+@given(seed=st.integers(0, 2**32))
+def test_documents_by_drawn_schemas_are_valid_or_the_schema_is_refused(seed: int) -> None:
+    draw = random.Random(seed)
+    schema = drawn_schema(draw)
+    try:
+        start({"json": schema})
+    except InvalidGrammar:
+        return
+    assert_documents_are_valid(schema, draw, 2)
+
+
+def test_most_drawn_schemas_are_compiled() -> None:
+    num_refused = 0
+    for seed in range(100):
+        try:
+            start({"json": drawn_schema(random.Random(seed))})
+        except InvalidGrammar:
+            num_refused += 1
+    assert num_refused < 30
+
+
+@pytest.mark.parametrize("schema", FEATURES, ids=[json.dumps(schema)[:60] for schema in FEATURES])
+def test_documents_by_a_schema_of_each_feature_are_valid(schema: dict[str, Any]) -> None:
+    assert assert_documents_are_valid(schema, random.Random(1), 6) > 0

@@ -1,0 +1,105 @@
+"""What is wrong with a request's form in itself is refused where it is made, by name, with what is allowed."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import msgspec
+import pytest
+
+from engine.errors import InvalidGrammar, InvalidRequest
+from engine.sampling_params import SamplingParams, StructuredOutputsParams
+
+TAG = {"structures": [{"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}], "triggers": ["<f"]}
+REFUSED: list[tuple[Any, str]] = [
+    ({}, "exactly one of json, json_object, regex, choice, grammar, structural_tag, got none"),
+    ({"regex": "a", "choice": ["b"]}, "got regex and choice"),
+    ({"json": {}}, "an object that is not empty"),
+    ({"json": ""}, "json must not be empty"),
+    ({"json": "{"}, "json must be JSON"),
+    ({"json": "[1]"}, "must be a JSON object"),
+    ({"json": True}, "must be a JSON object"),
+    ({"json": {"const": float("nan")}}, "JSON's own types"),
+    ({"json": {"const": object()}}, "JSON's own types"),
+    ({"json": "[" * 50_000}, "nested at most 128 levels deep, got 50000"),
+    ({"json": {"const": "a" * 70_000}}, "at most 65536 characters"),
+    ({"json_object": False}, "json_object must be true, got False"),
+    ({"regex": ""}, "regex must not be empty"),
+    ({"regex": "a\0b"}, "NUL"),
+    ({"regex": "\ud800"}, "lone surrogates"),
+    ({"regex": 5}, "regex must be text, got 5"),
+    ({"choice": []}, "at least one"),
+    ({"choice": "abc"}, "a list of texts"),
+    ({"choice": ["a", 1]}, "a list of texts"),
+    ({"choice": ["a", ""]}, "no empty text"),
+    ({"choice": ["a"] * 2049}, "at most 2048 texts, got 2049"),
+    ({"grammar": ""}, "grammar must not be empty"),
+    ({"grammar": "x" * 65_537}, "at most 65536 characters, got 65537"),
+    ({"structural_tag": {"type": "structural_tag", "format": {}}}, "format is not supported"),
+    ({"structural_tag": {"structures": []}}, "triggers must be a list of texts"),
+    ({"structural_tag": TAG | {"structures": []}}, "structures must be a list, at least one"),
+    ({"structural_tag": TAG | {"triggers": [""]}}, "triggers must be a list of texts"),
+    ({"structural_tag": TAG | {"triggers": ["<g"]}}, "must begin with one of the triggers"),
+    ({"structural_tag": TAG | {"structures": [{"begin": "<f>"}]}}, "must have begin, schema and end"),
+    ({"structural_tag": TAG | {"more": 1}}, "structures and triggers alone"),
+    ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern needs json"),
+    ({"choice": ["a"], "disable_any_whitespace": True}, "disable_any_whitespace needs json"),
+    ({"json_object": True, "disable_additional_properties": True}, "disable_additional_properties needs json"),
+    ({"json_object": True, "whitespace_pattern": " ", "disable_any_whitespace": True}, "contradicts"),
+    ({"json_object": True, "disable_any_whitespace": 1}, "must be true or false, got 1"),
+    ({"guided_json": {}}, "unknown field 'guided_json'"),
+    ("json", "an object of json"),
+    (5, "got 5"),
+]
+
+
+@pytest.mark.parametrize(("asked", "says"), REFUSED, ids=[says for _, says in REFUSED])
+def test_what_cannot_mean_anything_is_refused_at_once(asked: Any, says: str) -> None:
+    with pytest.raises(InvalidGrammar) as refusal:
+        SamplingParams(structured_outputs=asked)
+    assert isinstance(refusal.value, InvalidRequest)
+    assert (refusal.value.param, refusal.value.status_hint) == ("structured_outputs", 400)
+    assert str(refusal.value).startswith("structured_outputs: ")
+    assert says.replace("an object that", "object that") in str(refusal.value)
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"const": '[[{"\\"'}
+    for _ in range(depth - 1):
+        schema = {"items": schema}
+    return schema
+
+
+def ask_from(num_frames: int, schema: Any) -> StructuredOutputsParams:
+    return StructuredOutputsParams(json=schema) if num_frames == 0 else ask_from(num_frames - 1, schema)
+
+
+@pytest.mark.parametrize("num_frames", [0, 500])
+def test_how_deep_a_schema_may_be_nested_does_not_depend_on_who_asks(num_frames: int) -> None:
+    allowed, refused = nested(128), nested(129)
+    for schema in (allowed, json.dumps(allowed)):
+        ask_from(num_frames, schema)
+    for schema in (refused, json.dumps(refused)):
+        with pytest.raises(InvalidGrammar, match="json must be nested at most 128 levels deep, got 129"):
+            ask_from(num_frames, schema)
+    with pytest.raises(InvalidGrammar, match="at most 128 levels deep"):
+        StructuredOutputsParams(json=nested(900))  # type: ignore[arg-type]
+
+
+def test_an_object_a_struct_and_text_mean_the_same_and_cross_the_wire() -> None:
+    schema = {"type": "object", "properties": {"é": {"type": "string"}}}
+    made = [
+        SamplingParams(structured_outputs={"json": schema, "regex": None, "disable_any_whitespace": None}),  # type: ignore[arg-type]
+        SamplingParams(structured_outputs=StructuredOutputsParams(json=schema)),  # type: ignore[arg-type]
+        SamplingParams(structured_outputs={"json": msgspec.json.encode(schema).decode()}),  # type: ignore[arg-type]
+    ]
+    assert made[0] == made[1] == made[2]
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(made[0]), type=SamplingParams) == made[0]
+    assert made[0].structured_outputs is not None
+    assert made[0].structured_outputs.kind == "json"
+
+
+def test_keys_of_a_schema_keep_their_order_for_properties_are_written_in_it() -> None:
+    params = StructuredOutputsParams(json={"properties": {"b": {}, "a": {}}})  # type: ignore[arg-type]
+    assert params.json == '{"properties":{"b":{},"a":{}}}'

@@ -1,0 +1,180 @@
+"""The start of engine processes: hello, configuration, phases, READY; what goes wrong is told by name."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+
+import engine
+from engine.config import EngineConfig
+from engine.engine_process import ProcessConnection, identity_of
+from engine.errors import ConfigError, EngineDeadError, MetronomeError, ModelError
+from engine.protocol import PROTOCOL_VERSION, EngineHello
+from transport.channel import SendChannel
+from transport.zmq_socket import SocketKind, ZmqSocket, open_context
+
+pytestmark = pytest.mark.slow
+
+FAILING_START = """
+def failing_start(self, progress):
+    def tell(phase, done, total):
+        progress(phase, done, total)
+        if phase == {phase!r}:
+            {act}
+    return start(self, tell)
+if rank == 1:
+    NullModelRunner.start = failing_start
+"""
+
+
+@pytest.fixture(autouse=True)
+def nobody_waits_for_a_grace_time(monkeypatch: pytest.MonkeyPatch, temporary_folder: Path) -> None:
+    monkeypatch.setattr("engine.engine_process.TERM_GRACE_S", 600)
+
+
+@asynccontextmanager
+async def open_engines(number: int = 2, **settings: Any) -> AsyncIterator[Any]:
+    with trio.fail_after(60):  # a test that hangs fails
+        async with engine.open_engine("null", data_parallel_size=number, **settings) as llm:
+            yield llm
+
+
+async def test_each_engines_phases_are_told_with_its_number() -> None:
+    phases: list[str] = []
+    async with open_engines(progress=lambda phase, done, total: phases.append(phase)):
+        pass
+    for rank in (0, 1):
+        own = list(dict.fromkeys(phase for phase in phases if phase.startswith(f"engine {rank}: ")))
+        names = ["weights", "kv_specs", "profile", "kv_pages", "warm_up", "scheduler"]
+        assert own == [f"engine {rank}: {name}" for name in names]
+
+
+@pytest.mark.parametrize("phase", ["weights", "kv_specs", "profile", "kv_pages", "warm_up"])
+async def test_a_failure_in_any_phase_of_one_engine_ends_the_start_and_the_others(
+    change_engines: Any, phase: str
+) -> None:
+    change_engines(FAILING_START.format(phase=phase, act="raise RuntimeError('all on fire')"))
+    with pytest.raises(EngineDeadError, match=rf"engine 1: all on fire \(while starting: {phase}\)") as raised:
+        async with open_engines():
+            pytest.fail("it has started")
+    assert "failing_start" in raised.value.cause.traceback
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "text"),
+    [
+        ("if rank == 1: raise RuntimeError('no GPU today')", EngineDeadError, "status 1: RuntimeError: no GPU.* hello"),
+        (
+            "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)",
+            EngineDeadError,
+            "engine-1 was killed by SIGKILL.*hello",
+        ),
+        (
+            FAILING_START.format(phase="kv_pages", act="os.kill(os.getpid(), signal.SIGSEGV)"),
+            EngineDeadError,
+            r"engine-1 was killed by SIGSEGV \(while starting: \w+",
+        ),
+        (
+            FAILING_START.format(phase="kv_pages", act="os._exit(7)"),
+            EngineDeadError,
+            r"engine-1 exited with status 7.* \(while starting: \w+",
+        ),
+        (
+            FAILING_START.format(
+                phase="kv_pages", act="from engine.errors import ConfigError; raise ConfigError('no')"
+            ),
+            ConfigError,
+            "engine 1: no",
+        ),
+        (
+            "hello = protocol.EngineHello\n"
+            "engine_process.EngineHello = lambda index, pid: hello(index, pid, 99 if rank == 1 else 1)\n",
+            EngineDeadError,
+            "engine-1 speaks version 99 of the protocol, and this front 1",
+        ),
+        (
+            "def other_model(self, progress):\n"
+            "    return msgspec.structs.replace(start(self, progress), model_digest=f'digest {rank}')\n"
+            "NullModelRunner.start = other_model\n",
+            ModelError,
+            "engine 0 has digest 0",
+        ),
+    ],
+    ids=["raises", "killed", "crashes", "exits", "refuses", "other version", "other model"],
+)
+async def test_whatever_goes_wrong_with_one_engine_before_it_is_ready_ends_the_start_with_the_cause(
+    change_engines: Any,
+    change: str,
+    error: type[MetronomeError],
+    text: str,
+) -> None:
+    change_engines(change)
+    with pytest.raises(error, match=text):
+        async with open_engines():
+            pytest.fail("it has started")
+
+
+async def test_a_start_that_is_cancelled_leaves_nothing() -> None:
+    for phase in ("engine 0: weights", "engine 1: scheduler"):
+        with trio.CancelScope() as scope:
+
+            def cancel(reached: str, done: int, total: int, phase: str = phase, scope: Any = scope) -> None:
+                if reached == phase:
+                    scope.cancel()
+
+            async with open_engines(progress=cancel):
+                await trio.lowlevel.checkpoint()  # the last phase may be told with no checkpoint left in the start
+                pytest.fail("it has started")
+        assert scope.cancelled_caught
+
+
+@pytest.mark.parametrize(
+    ("identity", "hello", "text"),
+    [
+        (identity_of(1), EngineHello(1, os.getpid() + 1), "engine-1 is process "),
+        (identity_of(0), EngineHello(1, os.getpid()), "engine-1 has the identity 0100, and it came under 0000"),
+        (identity_of(2), EngineHello(2, os.getpid()), "it calls itself engine-2, and there are engine-0, engine-1"),
+        (identity_of(1), EngineHello(1, os.getpid(), PROTOCOL_VERSION + 1), f"version {PROTOCOL_VERSION + 1}"),
+    ],
+)
+async def test_a_hello_that_none_of_the_engines_would_say_is_refused_by_name(
+    identity: bytes, hello: EngineHello, text: str
+) -> None:
+    folder = tempfile.mkdtemp()
+    async with open_context() as context:
+        router, pull = ZmqSocket(context, SocketKind.ROUTER), ZmqSocket(context, SocketKind.PULL)
+        dealer = ZmqSocket(context, SocketKind.DEALER, identity=identity)
+        async with router, pull, dealer:
+            dealer.connect(router.bind(f"ipc://{folder}/requests"))
+            connection = ProcessConnection(router, pull, 2, folder)
+            for process in connection._processes:
+                process.pid = os.getpid()
+                process.started.set()
+            await SendChannel[EngineHello](dealer).send(hello)
+            with trio.fail_after(5), pytest.raises(EngineDeadError, match=text) as raised:
+                await connection.greet(EngineConfig(model="null", data_parallel_size=2))
+            assert f"refused a hello of process {hello.pid}" in str(raised.value)
+    shutil.rmtree(folder)
+
+
+async def test_a_hello_that_cannot_be_decoded_ends_the_start_by_name() -> None:
+    folder = tempfile.mkdtemp()
+    async with open_context() as context:
+        router, pull = ZmqSocket(context, SocketKind.ROUTER), ZmqSocket(context, SocketKind.PULL)
+        dealer = ZmqSocket(context, SocketKind.DEALER, identity=identity_of(0))
+        async with router, pull, dealer:
+            dealer.connect(router.bind(f"ipc://{folder}/requests"))
+            connection = ProcessConnection(router, pull, 1, folder)
+            connection._processes[0].started.set()
+            await dealer.send([b"\x93good day"])
+            with trio.fail_after(5), pytest.raises(EngineDeadError, match="a hello that cannot be decoded"):
+                await connection.greet(EngineConfig(model="null"))
+    shutil.rmtree(folder)

@@ -1,0 +1,49 @@
+"""What a process says of itself: first those who own the state, then the tree of tasks."""
+
+from __future__ import annotations
+
+import os
+
+import engine
+from engine.sampling_params import SamplingParams
+from engine.task_tree import report, telling
+
+
+async def test_each_owner_of_state_tells_its_lines_while_its_block_lasts() -> None:
+    with telling("first", lambda: ["one", "two"]), telling("second", lambda: []):
+        state, _, tree = report().partition(f"tasks of process {os.getpid()}:")
+        assert state == f"state of process {os.getpid()}:\n  first:\n    one\n    two\n  second:\n"
+        assert "nursery of" in tree
+    assert "first" not in report()
+
+
+async def test_two_of_one_name_both_tell() -> None:
+    with telling("engine", lambda: ["a"]):
+        with telling("engine", lambda: ["b"]):
+            assert report().startswith(f"state of process {os.getpid()}:\n  engine:\n    a\n  engine:\n    b\n")
+        assert "    a\n" in report()
+
+
+async def test_the_front_tells_of_its_engine_its_last_message_its_streams_and_its_calls() -> None:
+    async with engine.open_engine("null", isolation="thread", null_step_ms=1) as llm:
+        await llm.is_paused()
+        assert "  client:\n    engine alive; last message, of step 0, 0." in report()
+        assert "  engine 0:\n    alive; no step yet\n" in report()
+        async with llm.generate([65], SamplingParams(max_tokens=5000)) as stream:
+            await stream.__anext__()
+            text = report()
+        assert "  client:\n    engine alive; last message, of step" in text
+        assert "1 live streams, 1 requests in flight" in text
+        assert "waiting calls: none" in text
+        assert "  engine 0:\n    alive; last step" in text
+    assert report().startswith(f"state of process {os.getpid()}:\ntasks of")
+
+
+async def test_processes_tell_of_each_other_and_of_their_sockets() -> None:
+    async with engine.open_engine("null", isolation="process") as llm:
+        front, theirs = report(), await llm.dump_tasks()
+    processes = f"engine processes:\n    engine-0, process {llm.ready.pid}: alive\n"
+    assert f"{processes}    requests: 0 messages pending, 0 bytes" in front
+    assert theirs.startswith(f"state of process {llm.ready.pid}:")
+    assert "sockets:\n    requests: 0 messages pending, 0 bytes\n    outputs: 0 messages pending, 0 bytes" in theirs
+    assert "engine 0:\n    alive; no step yet" in theirs

@@ -1,0 +1,63 @@
+"""Forms of the text over HTTP: OpenAI's way, vLLM's way, and refusals that keep their status."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import trio
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"a": {"type": "boolean"}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+MULTIPLE_OF_A_PRIME = {"json": {"type": "integer", "multipleOf": 999_983}}
+"""Nine seconds of a compiler's time, were it allowed."""
+
+
+async def test_the_openai_client_gets_json_by_its_schema_whole_and_streamed(served):
+    def ask(client):
+        settings = {
+            "model": "null",
+            "messages": [{"role": "user", "content": "hi"}],
+            "seed": 3,
+            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}},
+        }
+        whole = client.chat.completions.create(**settings)
+        return whole, list(client.chat.completions.create(**settings, stream=True))
+
+    whole, chunks = await served.with_client(ask)
+    (choice,) = whole.choices
+    assert choice.finish_reason == "stop"
+    assert json.loads(choice.message.content).keys() == {"a"}
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == choice.message.content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_form_that_is_wrong_is_400_also_where_only_the_compiler_finds_out(served, stream):
+    for asked in ({"regex": "a", "choice": ["b"]}, {"regex": "["}, MULTIPLE_OF_A_PRIME):
+        answer = await served.post(served.chat(structured_outputs=asked, stream=stream))
+        assert answer.status == 400
+        assert answer.error["param"] == "structured_outputs"
+        assert answer.error["message"].startswith("structured_outputs: ")
+        assert answer.error["type"] == "invalid_request_error"
+    assert (await served.post(served.chat())).status == 200
+
+
+async def test_completions_take_a_form_too(served):
+    body = {"prompt": "x", "max_tokens": 9, "structured_outputs": {"choice": ["yes", "no"]}, "n": 3, "seed": 1}
+    answer = await served.post(body, "/v1/completions")
+    choices = answer.json()["choices"]
+    assert {choice["finish_reason"] for choice in choices} == {"stop"}
+    assert {choice["text"] for choice in choices} <= {"yes", "no"}
+
+
+async def test_a_stream_beside_a_hostile_form_goes_on(served):
+    async with await served.open_stream(max_tokens=4000) as stream:
+        await stream.receive_some()
+        with trio.fail_after(20):
+            answer = await served.post(served.chat(structured_outputs=MULTIPLE_OF_A_PRIME))
+        assert answer.status == 400
+        assert served.counts()[0] <= 1
