@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 VARIANTS: dict[str, tuple[str, ...]] = {
     "plain": (),
-    "avx2": ("avx2", "fma"),
+    "avx2": ("avx2", "fma", "f16c"),
     "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"),
     "amx": ("amx_tile", "amx_bf16", "amx_int8"),
 }
@@ -71,12 +71,8 @@ def load(variant: str | None = None) -> ctypes.CDLL:
 
 def _declare(library: ctypes.CDLL) -> None:
     pointer, integer = ctypes.c_void_p, ctypes.c_int
-    library.team_open.restype = pointer
-    library.team_open.argtypes = [integer, integer]
-    library.team_close.restype = None
-    library.team_close.argtypes = [pointer]
     library.run.restype = None
-    library.run.argtypes = [pointer, pointer, integer, pointer]
+    library.run.argtypes = [integer, integer, pointer, integer, pointer]
 
 
 def _built(variant: str) -> Path:

@@ -7,8 +7,8 @@ depends on its request alone, bit for bit: every operation keeps one order of su
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,6 +16,8 @@ import torch
 from engine.attention.base import AttentionBatch
 from engine.kernels.operations import (
     ACTIVATIONS,
+    DTYPES,
+    INPUT_MULTIPLE,
     LANES,
     MAX_HEAD,
     ROW_MULTIPLE,
@@ -72,7 +74,7 @@ class Pages:
         """Allocate zeroed pages."""
         self.block_size, self.form = block_size, form
         self._block_numbers = spec.num_kv_heads * block_size * spec.head_dim * 2
-        self.pages = [zeros(num_blocks * self._block_numbers, form.dtype) for _ in range(num_page_tensors(groups))]
+        self.pages = [zeros(num_blocks * self._block_numbers, DTYPES[form]) for _ in range(num_page_tensors(groups))]
         self.places = {
             layer: (group, index) for group, kind in enumerate(groups) for index, layer in enumerate(kind.layers)
         }
@@ -104,57 +106,76 @@ class Pages:
         return step, [owners, tables]
 
 
+class Forms(NamedTuple):
+    """What weights of the layers, the head's, and keys and values are stored as."""
+
+    layers: Form
+    head: Form
+    pages: Form
+
+
 class CompiledDecoder:
     """A `Model` whose step is one call into C."""
 
-    def __init__(self, decoder: Decoder, max_rows: int, team: Team, form: Form, max_model_len: int) -> None:
-        """Take over the filled, unpacked weights of `decoder`; steps have at most `max_rows` rows."""
+    def __init__(
+        self,
+        decoder: Decoder,
+        max_rows: int,
+        max_model_len: int,
+        team: Team,
+        forms: Forms,
+        progress: Callable[[int, int], None] = lambda done, total: None,
+    ) -> None:
+        """Take the filled, unpacked weights out of `decoder`, layer by layer; steps have at most `max_rows` rows."""
         self.config = decoder.config
-        self._decoder = decoder
         self._team = team
-        self._form = form
+        self._forms = forms
         self._max_rows = -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE
         self._memory: list[Any] = []
         config = self.config
         self._hidden = self._room(config.hidden_size)
         self._normed = self._room(config.hidden_size)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self._qkv, self._queries = self._room(queries + 2 * keys), self._room(queries, form.dtype)
+        self._qkv, self._queries = self._room(queries + 2 * keys), self._room(queries, DTYPES[forms.pages])
         self._attended = self._room(queries)
         self._gated = self._room(config.intermediate_size)
         self._output = self._room(config.hidden_size)
-        self._inputs: dict[int, torch.Tensor] = {}
+        self._inputs: dict[tuple[int, Form], torch.Tensor] = {}
         self._rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         for rope in {rope for rope in config.ropes if rope}:
             rotary = RotaryEmbedding(rope, max_model_len, torch.float32)
             self._rotations[rope] = self._keep(aligned(rotary._cos)), self._keep(aligned(rotary._sin))
-        self._embedding = self._keep(aligned(decoder._embedding.to(form.dtype)))
-        self._layer_operations = [self._layer(index, layer) for index, layer in enumerate(decoder._layers)]
+        self._embedding_form = Form.FLOAT32 if decoder._embedding.dtype == torch.float32 else Form.BFLOAT16
+        self._embedding = self._keep(aligned(decoder._embedding.to(DTYPES[self._embedding_form])))
+        self._embedding_scale = decoder._embedding_scale
+        self._layers = []
+        for index in range(config.num_layers):
+            self._layers.append(self._layer(index, decoder._layers.pop(0)))
+            progress(index + 1, config.num_layers)
+        self._final_norm = self._norm(decoder._norm, self._hidden, self._normed, Form.FLOAT32)
         self._head = self._logits_program(decoder._head)
         self._program: Program
 
     def use_attention(self, pages: Pages) -> None:
         """See `Model.use_attention`."""
         config = self.config
-        operations: list[ctypes.Structure] = [
-            Embed(Kind.EMBED, self._form, config.hidden_size, self._decoder._embedding_scale)
-        ]
-        operations[0].table, operations[0].out = pointer(self._embedding), pointer(self._hidden)
-        for index, layer in enumerate(self._layer_operations):
+        embed = Embed(Kind.EMBED, self._embedding_form, config.hidden_size, self._embedding_scale)
+        embed.table, embed.out = pointer(self._embedding), pointer(self._hidden)
+        operations: list[ctypes.Structure] = [embed]
+        for index, layer in enumerate(self._layers):
             group, place = pages.places[index]
             for operation in layer:
                 if isinstance(operation, Rotate | Attend):
                     operation.group, operation.block_size = group, pages.block_size
                     operation.pages = pointer(pages.pages[place])
             operations += layer
-        operations.append(self._norm(self._decoder._norm, self._hidden, self._normed, Form.FLOAT32))
-        self._program = Program(operations, [self._memory, pages])
+        self._program = Program([*operations, self._final_norm], [self._memory, pages])
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
         """See `Model.forward`."""
         step, _ = batch
         step.token_ids, step.positions = pointer(token_ids), pointer(positions)
-        self._team.run(self._program, step)
+        self._program.run(step, self._team)
         return self._normed[: len(token_ids) * self.config.hidden_size].view(len(token_ids), -1).clone()
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -167,13 +188,13 @@ class CompiledDecoder:
             count = min(self._max_rows, len(rows) - first)
             prepare.in_ = pointer(rows[first:])
             product.out = cap.rows = pointer(logits[first:])
-            self._team.run(self._head[1], Step(num_rows=count))
+            self._head[1].run(Step(num_rows=count), self._team)
         return logits
 
     # -- description -------------------------------------------------------------------------------------------------
 
     def _layer(self, index: int, layer: _Layer) -> list[ctypes.Structure]:
-        config, form = self.config, self._form
+        config, form = self.config, self._forms.pages
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         width = queries + 2 * keys
         mlp = layer._mlp
@@ -241,10 +262,11 @@ class CompiledDecoder:
         added.adds, added.multiplier = 1, multiplier
         return [self._product(linear, num_inputs, self._output, size), added]
 
-    def _prepared(self, norm: _Norm | None, rows: torch.Tensor, size: int) -> Norm:
-        inputs = self._input(size)
-        operation = self._norm(norm, rows, inputs, self._form, size, size)
-        operation.out_stride = inputs.numel() // self._max_rows
+    def _prepared(self, norm: _Norm | None, rows: torch.Tensor, size: int, form: Form | None = None) -> Norm:
+        """Describe the change of rows into inputs of products with weights of `form`, that of layers by default."""
+        form = (form or self._forms.layers).of_inputs
+        operation = self._norm(norm, rows, self._input(size, form), form, size, size)
+        operation.out_stride = size + -size % INPUT_MULTIPLE
         return operation
 
     def _norm(
@@ -269,31 +291,39 @@ class CompiledDecoder:
         return operation
 
     def _product(
-        self, linear: Linear, num_inputs: int, out: torch.Tensor, stride: int, epilogue: Epilogue = Epilogue.STORE
+        self,
+        linear: Linear,
+        num_inputs: int,
+        out: torch.Tensor,
+        stride: int,
+        epilogue: Epilogue = Epilogue.STORE,
+        form: Form | None = None,
     ) -> Product:
-        packed = PackedWeight(linear.weight, linear.bias, self._form)
-        self._keep(packed)
+        form = form or self._forms.layers
+        packed = self._keep(PackedWeight(linear.weight, linear.bias, form))
         activation = ACTIVATIONS[self.config.activation]
-        operation = Product(Kind.LINEAR, self._form, packed.num_outputs, packed.num_inputs, epilogue, activation)
+        operation = Product(Kind.LINEAR, form, packed.num_outputs, packed.num_inputs, epilogue, activation)
         operation.multiplier = self.config.residual_multiplier
-        operation.weight, operation.bias = pointer(packed.data), pointer(packed.bias)
-        operation.in_, operation.out, operation.out_stride = pointer(self._input(num_inputs)), pointer(out), stride
+        operation.weight, operation.scales = pointer(packed.data), pointer(packed.scales)
+        operation.bias, operation.in_ = pointer(packed.bias), pointer(self._input(num_inputs, form.of_inputs))
+        operation.out, operation.out_stride = pointer(out), stride
         return operation
 
     def _logits_program(self, head: Linear) -> tuple[list[Any], Program]:
-        prepare = self._prepared(None, self._hidden, self.config.hidden_size)
-        product = self._product(head, self.config.hidden_size, self._output, self.config.vocab_size)
+        hidden_size, vocab_size, form = self.config.hidden_size, self.config.vocab_size, self._forms.head
+        prepare = self._prepared(None, self._hidden, hidden_size, form)
+        product = self._product(head, hidden_size, self._output, vocab_size, form=form)
         cap = Cap(Kind.CAP, self.config.vocab_size, self.config.logits_divisor, self.config.logits_softcap or 0.0)
         operations = [prepare, product, cap]
         changes = self.config.logits_divisor != 1 or self.config.logits_softcap
         return operations, Program(operations if changes else operations[:2], [])
 
-    def _input(self, size: int) -> torch.Tensor:
+    def _input(self, size: int, form: Form) -> torch.Tensor:
         """Return the room for inputs of products over `size` numbers; what pads them stays zero."""
-        if size not in self._inputs:
-            padded = size + -size % 64
-            self._inputs[size] = self._keep(zeros(self._max_rows * padded, self._form.dtype))
-        return self._inputs[size]
+        if (size, form) not in self._inputs:
+            row_bytes = form.row_bytes(size + -size % INPUT_MULTIPLE)
+            self._inputs[size, form] = self._keep(zeros(self._max_rows * row_bytes, torch.uint8))
+        return self._inputs[size, form]
 
     def _room(self, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return self._keep(zeros(self._max_rows * size, dtype))

@@ -1,5 +1,6 @@
 /* A step of a decoder on a CPU: a list of operations, run by a team of threads that meets after each. */
 #define _GNU_SOURCE
+#include <time.h>
 #include "team.h"
 #include "simd.h"
 #include "operations.h"
@@ -8,23 +9,32 @@
 #include "attention.h"
 
 typedef struct {
+    team team;
     const void *const *operations;
     int num_operations;
     const step *step;
-    team *team;
     atomic_llong next_unit;
 } program;
 
 #define FOR_MY_ROWS                                                                                                   \
     for (int64_t row = s->num_rows * thread / num_threads, end = s->num_rows * (thread + 1) / num_threads; row < end; row++)
 
-static void run_operations(int thread, int num_threads, void *argument)
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+static void run_operations(int thread, void *argument)
 {
     program *p = argument;
     const step *s = p->step;
+    const int num_threads = p->team.num_threads;
 #if defined(__AMX_BF16__)
     amx_begin();
 #endif
+    int64_t began = thread == 0 && s->times ? now_ns() : 0;
     for (int i = 0; i < p->num_operations; i++) {
         const void *operation = p->operations[i];
         switch (*(const int32_t *)operation) {
@@ -38,18 +48,27 @@ static void run_operations(int thread, int num_threads, void *argument)
         case ATTEND: attend(operation, s, &p->next_unit); break;
         case CAP: FOR_MY_ROWS cap(operation, row); break;
         }
-        if (i + 1 < p->num_operations) team_meet(p->team);
+        if (i + 1 < p->num_operations) team_meet(&p->team);
+        if (thread == 0 && s->times) {
+            int64_t ended = now_ns();
+            s->times[i] += ended - began;
+            began = ended;
+        }
     }
 #if defined(__AMX_BF16__)
     _tile_release();
 #endif
 }
 
-/* Run the operations in order on the rows of `s`; returns once all are done. */
-void run(team *t, const void *const *operations, int num_operations, const step *s)
+/* Run the operations in order on the rows of `s` with `num_threads` threads, which spin for `spin` turns before they
+ * sleep; returns once all are done. */
+void run(int num_threads, int spin, const void *const *operations, int num_operations, const step *s)
 {
-    program p = {operations, num_operations, s, t, 0};
-    team_run(t, run_operations, &p);
+    program p = {.operations = operations, .num_operations = num_operations, .step = s};
+    p.team.spin = spin;
+    p.team.function = run_operations;
+    p.team.argument = &p;
+    team_run(&p.team, num_threads);
 }
 
 /* Whether this build may run here: the system must grant the AMX registers. */

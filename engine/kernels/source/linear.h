@@ -12,9 +12,9 @@
 
 enum { PANEL = 32, VECTORS = PANEL / LANES };
 #if defined(__AVX512F__)
-enum { TILE_ROWS = 12 }; /* as many sums as registers hold */
+enum { TILE_ROWS = 12, QUANTIZED_ROWS = 6 }; /* as many sums as registers hold */
 #else
-enum { TILE_ROWS = 3 };
+enum { TILE_ROWS = 3, QUANTIZED_ROWS = 2 };
 #endif
 enum { AMX_ROWS = 16 };
 
@@ -46,6 +46,71 @@ INLINE void tile_bfloat16(const int n, const uint16_t *x, int num_inputs, const 
     UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) store(out + m * PANEL + v * LANES, sums[m][v]);
 }
 
+/* A row of quantized inputs. */
+typedef struct {
+    const int8_t *bytes;
+    const float *scales, *sums;
+} quantized_row;
+
+INLINE quantized_row quantized(const void *in, int64_t row, int num_inputs)
+{
+    const int8_t *bytes = (const int8_t *)in + row * (num_inputs + num_inputs / GROUP * 8);
+    const float *scales = (const float *)(bytes + num_inputs);
+    return (quantized_row){bytes, scales, scales + num_inputs / GROUP};
+}
+
+INLINE void tile_int8(const int n, const void *in, int64_t row, int num_inputs, const uint8_t *w, const float *scales,
+                      float *out)
+{
+    floats sums[TILE_ROWS][VECTORS];
+    UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) sums[m][v] = all(0.f);
+    for (int group = 0; group < num_inputs / GROUP; group++, w += GROUP * PANEL) {
+        UNROLL for (int m = 0; m < n; m++) {
+            quantized_row x = quantized(in, row + m, num_inputs);
+            ints dots[VECTORS] = {};
+            UNROLL for (int k = 0; k < GROUP; k += 4) UNROLL for (int v = 0; v < VECTORS; v++)
+                dots[v] = dot_bytes(dots[v], load_words(w + k * PANEL + 4 * v * LANES), load_word(x.bytes + group * GROUP + k));
+            floats offset = all(128.f * x.sums[group]), scale = all(x.scales[group]);
+            UNROLL for (int v = 0; v < VECTORS; v++)
+                sums[m][v] = fused(__builtin_convertvector(dots[v], floats) - offset, scale, sums[m][v]);
+        }
+    }
+    UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) 
+        store(out + m * PANEL + v * LANES, sums[m][v] * load(scales + v * LANES));
+}
+
+enum { INT4_BYTES = GROUP / 2 * PANEL + 2 * PANEL * 2 }; /* of a group in a panel */
+
+INLINE void tile_int4(const int n, const void *in, int64_t row, int num_inputs, const uint8_t *w, float *out)
+{
+    floats sums[TILE_ROWS][VECTORS];
+    UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) sums[m][v] = all(0.f);
+    for (int group = 0; group < num_inputs / GROUP; group++, w += INT4_BYTES) {
+        const uint16_t *factors = (const uint16_t *)(w + GROUP / 2 * PANEL), *least = factors + PANEL;
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            words low[4], high[4];
+            UNROLL for (int k = 0; k < 4; k++) {
+                words both = load_words(w + 4 * k * PANEL + 4 * v * LANES);
+                low[k] = both & 0x0f0f0f0f;
+                high[k] = both >> 4 & 0x0f0f0f0f;
+            }
+            floats factor = widen_float16(factors + v * LANES), offset = widen_float16(least + v * LANES);
+            UNROLL for (int m = 0; m < n; m++) {
+                quantized_row x = quantized(in, row + m, num_inputs);
+                ints dots = {};
+                UNROLL for (int k = 0; k < 4; k++) {
+                    dots = dot_bytes(dots, low[k], load_word(x.bytes + group * GROUP + 4 * k));
+                    dots = dot_bytes(dots, high[k], load_word(x.bytes + group * GROUP + GROUP / 2 + 4 * k));
+                }
+                float scale = x.scales[group];
+                sums[m][v] = fused(__builtin_convertvector(dots, floats) * scale, factor, sums[m][v]);
+                sums[m][v] = fused(offset, all(scale * x.sums[group]), sums[m][v]);
+            }
+        }
+    }
+    UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) store(out + m * PANEL + v * LANES, sums[m][v]);
+}
+
 /* One function a number of rows, so that sums stay in registers. */
 #define FOR_EACH_COUNT(X) X(1) X(2) X(3)
 #define FOR_EACH_LARGE_COUNT(X) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12)
@@ -53,9 +118,16 @@ INLINE void tile_bfloat16(const int n, const uint16_t *x, int num_inputs, const 
     static __attribute__((noinline)) void float32_##n(const float *x, int k, const float *w, float *out)              \
     { tile_float32(n, x, k, w, out); }                                                                                \
     static __attribute__((noinline)) void bfloat16_##n(const uint16_t *x, int k, const uint16_t *w, float *out)       \
-    { tile_bfloat16(n, x, k, w, out); }
-#define FLOAT32_CASE(n) case n: float32_##n(x, num_inputs, w, out); break;
-#define BFLOAT16_CASE(n) case n: bfloat16_##n(x, num_inputs, w, out); break;
+    { tile_bfloat16(n, x, k, w, out); }                                                                               \
+    static __attribute__((noinline)) void int8_##n(const void *in, int64_t row, int k, const void *w, const float *s, \
+                                                   float *out)                                                        \
+    { tile_int8(n, in, row, k, w, s, out); }                                                                          \
+    static __attribute__((noinline)) void int4_##n(const void *in, int64_t row, int k, const void *w, float *out)     \
+    { tile_int4(n, in, row, k, w, out); }
+#define FLOAT32_CASE(n) case n: float32_##n((const float *)op->in + row * k, k, (const float *)w, out); break;
+#define BFLOAT16_CASE(n) case n: bfloat16_##n((const uint16_t *)op->in + row * k, k, (const uint16_t *)w, out); break;
+#define INT8_CASE(n) case n: int8_##n(op->in, row, k, w, op->scales + panel * PANEL, out); break;
+#define INT4_CASE(n) case n: int4_##n(op->in, row, k, w, out); break;
 FOR_EACH_COUNT(DEFINE_TILES)
 #if defined(__AVX512F__)
 FOR_EACH_LARGE_COUNT(DEFINE_TILES)
@@ -63,15 +135,28 @@ FOR_EACH_LARGE_COUNT(DEFINE_TILES)
 #undef FOR_EACH_LARGE_COUNT
 #define FOR_EACH_LARGE_COUNT(X)
 #endif
+#define SWITCH(CASE) switch (n) { FOR_EACH_COUNT(CASE) FOR_EACH_LARGE_COUNT(CASE) } break
 
-static void float32_rows(int n, const float *x, int num_inputs, const float *w, float *out)
+/* Multiply n rows from `row` on with one panel into sums [n][PANEL]. */
+static void tile(const linear_operation *op, int64_t row, int n, const char *w, int64_t panel, float *out)
 {
-    switch (n) { FOR_EACH_COUNT(FLOAT32_CASE) FOR_EACH_LARGE_COUNT(FLOAT32_CASE) }
+    const int k = op->num_inputs;
+    switch (op->form) {
+    case FLOAT32: SWITCH(FLOAT32_CASE);
+    case BFLOAT16: SWITCH(BFLOAT16_CASE);
+    case INT8: SWITCH(INT8_CASE);
+    case INT4: SWITCH(INT4_CASE);
+    }
 }
 
-static void bfloat16_rows(int n, const uint16_t *x, int num_inputs, const uint16_t *w, float *out)
+INLINE int64_t panel_bytes(int form, int num_inputs)
 {
-    switch (n) { FOR_EACH_COUNT(BFLOAT16_CASE) FOR_EACH_LARGE_COUNT(BFLOAT16_CASE) }
+    switch (form) {
+    case FLOAT32: return (int64_t)num_inputs * PANEL * 4;
+    case BFLOAT16: return (int64_t)num_inputs * PANEL * 2;
+    case INT8: return (int64_t)num_inputs * PANEL;
+    default: return (int64_t)num_inputs / GROUP * INT4_BYTES;
+    }
 }
 
 #if defined(__AMX_BF16__)
@@ -103,6 +188,7 @@ static void amx_rows(int n, const uint16_t *x, int num_inputs, const uint16_t *w
         }
     } else {
         for (int k = 0; k < num_inputs; k += 32, w += 32 * PANEL) {
+            for (int line = 0; line < 32; line++) _mm_prefetch((const char *)w + 8192 + 64 * line, _MM_HINT_T0);
             _tile_loadd(4, x + k, x_bytes);
             _tile_loadd(5, x + k + (int64_t)AMX_ROWS * num_inputs, x_bytes);
             _tile_loadd(6, w, w_bytes);
@@ -149,31 +235,26 @@ INLINE void finish(const linear_operation *op, int64_t row, int panel, float *su
 
 static void linear(const linear_operation *op, int64_t num_rows, int thread, int num_threads)
 {
-    const int num_inputs = op->num_inputs;
     const int64_t num_panels = (op->num_outputs + PANEL - 1) / PANEL;
-    const int64_t panel_bytes = (int64_t)num_inputs * PANEL * (op->form == FLOAT32 ? 4 : 2);
-    int most = TILE_ROWS;
+    int most = op->form >= INT8 ? QUANTIZED_ROWS : TILE_ROWS;
 #if defined(__AMX_BF16__)
     if (op->form == BFLOAT16) most = 2 * AMX_ROWS;
 #endif
     _Alignas(64) float sums[(TILE_ROWS > 2 * AMX_ROWS ? TILE_ROWS : 2 * AMX_ROWS) * PANEL];
     for (int64_t panel = num_panels * thread / num_threads; panel < num_panels * (thread + 1) / num_threads; panel++) {
-        const char *w = (const char *)op->weight + panel * panel_bytes;
+        const char *w = (const char *)op->weight + panel * panel_bytes(op->form, op->num_inputs);
         int64_t num_tiles = (num_rows + most - 1) / most;
-        for (int64_t tile = 0, row = 0, end; tile < num_tiles; tile++, row = end) {
+        for (int64_t i = 0, row = 0, end; i < num_tiles; i++, row = end) {
 #if defined(__AMX_BF16__)
-            end = row + most < num_rows ? row + most : num_rows;
-#else
-            end = num_rows * (tile + 1) / num_tiles; /* tiles of about one size */
+            if (op->form == BFLOAT16) {
+                end = row + most < num_rows ? row + most : num_rows;
+                amx_rows(end - row, (const uint16_t *)op->in + row * op->num_inputs, op->num_inputs, (const uint16_t *)w, sums);
+            } else
 #endif
-            if (op->form == FLOAT32)
-                float32_rows(end - row, (const float *)op->in + row * num_inputs, num_inputs, (const float *)w, sums);
-            else
-#if defined(__AMX_BF16__)
-                amx_rows(end - row, (const uint16_t *)op->in + row * num_inputs, num_inputs, (const uint16_t *)w, sums);
-#else
-                bfloat16_rows(end - row, (const uint16_t *)op->in + row * num_inputs, num_inputs, (const uint16_t *)w, sums);
-#endif
+            {
+                end = num_rows * (i + 1) / num_tiles; /* tiles of about one size */
+                tile(op, row, end - row, w, panel, sums);
+            }
             for (int64_t m = row; m < end; m++) finish(op, m, panel, sums + (m - row) * PANEL);
         }
     }

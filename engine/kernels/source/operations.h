@@ -2,7 +2,8 @@
 #pragma once
 #include <stdint.h>
 
-enum { FLOAT32, BFLOAT16 };                                          /* form: of weights, inputs and K/V pages */
+/* form: of weights, of inputs (INT8 where the weight is INT4) and of K/V pages */
+enum { FLOAT32, BFLOAT16, INT8, INT4, GROUP = 32 };
 enum { EMBED, NORM, LINEAR, ROTATE, ATTEND, CAP, NUM_KINDS };        /* kind */
 enum { STORE, ADD, GATE };                                           /* epilogue of a product */
 enum { SILU, GELU_TANH };                                            /* activation */
@@ -14,6 +15,7 @@ typedef struct {
     const int64_t *positions;           /* [num_rows] */
     const int32_t *requests;            /* [num_rows], index of each row's request */
     const int32_t *block_tables;        /* [num_groups][num_requests][max_blocks] */
+    int64_t *times;                     /* [operations], to add the nanoseconds of each to, or NULL */
 } step;
 
 /* out = scale * table[token id] */
@@ -37,11 +39,21 @@ typedef struct {
 } norm_operation;
 
 /* Rows times a weight, plus bias, then stored, added times a multiplier, or gated: activation(gate) * up. Weights are
- * packed in panels of 32 outputs, gate and up interleaved by 16; what is missing to whole panels is zero. */
+ * packed in panels of 32 outputs, gate and up interleaved by 16; what is missing to whole panels is zero.
+ *
+ *     FLOAT32   [panels][inputs][32]
+ *     BFLOAT16  [panels][inputs / 2][32][2]
+ *     INT8      [panels][inputs / 4][32][4], the number plus 128; times scales[output]
+ *     INT4      [panels][inputs / 32] of bytes [4][32][4], inputs 0 to 15 of the group in their low halves and 16 to 31
+ *               in their high ones, then float16 factor[32] and least[32]: number times factor plus least
+ *
+ * A row of INT8 inputs has inputs bytes, then for each group of 32 a float32 scale, then for each the sum of its bytes,
+ * as float32. Products are summed exactly within a group, and groups in order. */
 typedef struct {
     int32_t kind, form, num_outputs, num_inputs, epilogue, activation;
     float multiplier;
-    const void *weight;                 /* FLOAT32: [panels][inputs][32]; BFLOAT16: [panels][inputs / 2][32][2] */
+    const void *weight;
+    const float *scales;                /* [panels * 32] of INT8 */
     const float *bias;                  /* [panels * 32] or NULL */
     const void *in;                     /* [rows][num_inputs] */
     float *out;

@@ -14,6 +14,36 @@ static void embed(const embed_operation *op, const step *s, int64_t row)
     }
 }
 
+INLINE floats normalized(const norm_operation *op, const float *in, int i, floats factor)
+{
+    floats v = load(in + i);
+    return op->weight ? v * factor * load(op->weight + i) : v;
+}
+
+/* Bring one row into whole numbers of -127 to 127 times a scale for each group; see linear_operation. */
+INLINE void quantize(const norm_operation *op, const float *in, floats factor, int8_t *out)
+{
+    float *scales = (float *)(out + op->out_stride), *sums = scales + op->out_stride / GROUP;
+    for (int first = 0; first < op->size; first += GROUP, scales++, sums++) {
+        floats v[GROUP / LANES], largest = all(0.f), sum = all(0.f);
+        for (int part = 0; part < GROUP / LANES; part++) {
+            int i = first + part * LANES;
+            v[part] = i < op->size ? normalized(op, in, i, factor) : all(0.f);
+            largest = larger(larger(v[part], -v[part]), largest);
+        }
+        float most = largest_of(largest);
+        floats inverse = all(most > 0.f ? 127.f / most : 0.f);
+        for (int part = 0; part < GROUP / LANES; part++) {
+            floats whole = rounded(v[part] * inverse);
+            bytes narrow = __builtin_convertvector(__builtin_convertvector(whole, ints), bytes);
+            memcpy(out + first + part * LANES, &narrow, sizeof narrow);
+            sum += whole;
+        }
+        *scales = most / 127.f;
+        *sums = sum_of(sum);
+    }
+}
+
 static void norm(const norm_operation *op, int64_t row)
 {
     for (int part = 0; part < op->num_parts; part++) {
@@ -25,9 +55,12 @@ static void norm(const norm_operation *op, int64_t row)
             for (int i = 0; i < op->size; i += LANES) squares = fused(load(in + i), load(in + i), squares);
             factor = all(1.f / sqrtf(sum_of(squares) / (float)op->size + op->epsilon));
         }
+        if (op->form == INT8) {
+            quantize(op, in, factor, (int8_t *)op->out + row * (op->out_stride + op->out_stride / GROUP * 8));
+            continue;
+        }
         for (int i = 0; i < op->size; i += LANES) {
-            floats v = load(in + i);
-            if (op->weight) v = v * factor * load(op->weight + i);
+            floats v = normalized(op, in, i, factor);
             float *out = (float *)op->out + first + i;
             if (op->adds) store(out, fused(v, all(op->multiplier), load(out)));
             else if (op->form == FLOAT32) store(out, v);

@@ -8,7 +8,7 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -26,6 +26,7 @@ typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef int8_t bytes __attribute__((vector_size(LANES)));
 
 INLINE floats load(const float *from) { floats v; memcpy(&v, from, sizeof v); return v; }
 INLINE void store(float *to, floats v) { memcpy(to, &v, sizeof v); }
@@ -129,5 +130,52 @@ INLINE floats dot_pairs(floats sum, words a, uint32_t b)
 #else
     sum = fused((floats)(a << 16), all(as_float(b << 16)), sum);
     return fused((floats)(a & 0xffff0000), all(as_float(b & 0xffff0000)), sum);
+#endif
+}
+
+/* -- float16 ------------------------------------------------------------------------------------------------------- */
+
+INLINE floats widen_float16(const uint16_t *from)
+{
+    halves narrow;
+    memcpy(&narrow, from, sizeof narrow);
+#if defined(__AVX512F__)
+    return (floats)_mm512_cvtph_ps((__m256i)narrow);
+#elif defined(__F16C__)
+    return (floats)_mm256_cvtph_ps((__m128i)narrow);
+#else
+    words bits = __builtin_convertvector(narrow, words); /* finite numbers alone */
+    floats size = (floats)((bits & 0x7fff) << 13) * 0x1p112f;
+    return (floats)((words)size | (bits & 0x8000) << 16);
+#endif
+}
+
+/* -- int8 ---------------------------------------------------------------------------------------------------------- */
+
+INLINE floats rounded(floats x)
+{
+    const floats shift = all(12582912.f); /* see exponential */
+    return x + shift - shift;
+}
+
+/* sum + a . b, for four unsigned bytes a lane and four signed ones that all lanes share; exact. */
+INLINE ints dot_bytes(ints sum, words a, uint32_t b)
+{
+#if defined(__AVX512VNNI__)
+    return (ints)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, _mm512_set1_epi32((int)b));
+#elif defined(__SSE2__)
+    uint32_t even = (uint16_t)(int8_t)b | (uint32_t)(int8_t)(b >> 16) << 16;
+    uint32_t odd = (uint16_t)(int8_t)(b >> 8) | (uint32_t)(int8_t)(b >> 24) << 16;
+    words even_bytes = a & 0x00ff00ff, odd_bytes = a >> 8 & 0x00ff00ff;
+#if defined(__AVX2__)
+    sum += (ints)_mm256_madd_epi16((__m256i)even_bytes, _mm256_set1_epi32((int)even));
+    return sum + (ints)_mm256_madd_epi16((__m256i)odd_bytes, _mm256_set1_epi32((int)odd));
+#else
+    sum += (ints)_mm_madd_epi16((__m128i)even_bytes, _mm_set1_epi32((int)even));
+    return sum + (ints)_mm_madd_epi16((__m128i)odd_bytes, _mm_set1_epi32((int)odd));
+#endif
+#else
+    for (int shift = 0; shift < 32; shift += 8) sum += (ints)(a >> shift & 255) * (int8_t)(b >> shift);
+    return sum;
 #endif
 }
