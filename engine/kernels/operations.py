@@ -36,6 +36,13 @@ class Form(enum.IntEnum):
     INT8 = 2
     INT4 = 3
 
+    @classmethod
+    def of(cls, quantization: str, dtype: torch.dtype) -> Form:
+        """Return what numbers of `dtype` are stored as where `quantization` is asked for, or "none"."""
+        if quantization != "none":
+            return cls[quantization.upper()]
+        return cls.FLOAT32 if dtype == torch.float32 else cls.BFLOAT16
+
     @property
     def of_inputs(self) -> Form:
         """What rows are brought into before a product with weights of this form."""
@@ -163,15 +170,15 @@ class Program:
 
     def run(self, step: Step, team: Team) -> None:
         """Run all on the rows of `step`."""
-        team.library.run(team.num_threads, team.spin, self._operations, len(self._operations), ctypes.addressof(step))
+        team.library.run(team.num_threads, team.spin_ns, self._operations, len(self._operations), ctypes.addressof(step))
 
 
 class Team(NamedTuple):
-    """How many threads a call gets, how many turns they spin before they sleep, and the code that they run."""
+    """The code that a call runs, by how many threads, and how long they spin before they sleep."""
 
     library: ctypes.CDLL
     num_threads: int
-    spin: int
+    spin_ns: int
 
 
 class PackedWeight:

@@ -6,8 +6,6 @@ from typing import Any, Protocol
 
 import torch
 
-from engine.attention.base import AttentionBackend
-
 
 class ModelShape(Protocol):
     """The numbers that size K/V pages and check requests; `windows` are positions a layer sees, None for all."""
@@ -42,14 +40,14 @@ class ModelShape(Protocol):
 
 
 class Model(Protocol):
-    """A causal language model with its weights. Its layers call the backend of `use_attention` once each, in order."""
+    """A causal language model with its weights."""
 
     @property
     def config(self) -> ModelShape:
         """Its shape."""
 
-    def use_attention(self, backend: AttentionBackend) -> None:
-        """Attend through `backend` from now on; the model does not own it."""
+    def use_attention(self, pages: Any) -> None:
+        """Attend to `pages` from now on, of the kind that was chosen with the model, which does not own them."""
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
         """Run the layers over rows of any requests, `[num_rows]` each; returns `[num_rows, hidden_size]`.

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from engine.attention.base import AttentionBatch
+from engine.attention.compiled import CompiledPages
 from engine.kernels.operations import (
     ACTIVATIONS,
     DTYPES,
@@ -39,17 +39,17 @@ from engine.kernels.operations import (
     pointer,
     zeros,
 )
-from engine.kv_cache.spec import NULL_BLOCK, KVCacheSpec, num_page_tensors
 from engine.models.decoder import Decoder, _Layer, _Norm
 from engine.models.decoder_config import DecoderConfig
 from engine.models.linear import Linear
 from engine.models.mlp import DenseMlp
 from engine.models.rotary import RotaryEmbedding
-from engine.outputs import KVCacheGroup
 
 
-def why_not(config: DecoderConfig, block_size: int) -> str | None:
+def why_not(config: DecoderConfig, block_size: int, dtype: torch.dtype) -> str | None:
     """Return what keeps this decoder from the operations in C; None: nothing."""
+    if dtype == torch.float16:
+        return "its weights are float16, which they do not have; --dtype bfloat16 and float32 they have"
     sizes = {"hidden size": config.hidden_size, "MLP size": config.intermediate_size, "head size": config.head_dim}
     for name, size in sizes.items():
         if size % LANES:
@@ -63,47 +63,6 @@ def why_not(config: DecoderConfig, block_size: int) -> str | None:
     if any(rope is not None and rope.dim % 2 for rope in config.ropes):
         return "it rotates an odd number of dimensions"
     return None
-
-
-class Pages:
-    """K/V pages in the order the operations read; an `AttentionBackend` for `CompiledDecoder` alone."""
-
-    def __init__(
-        self, spec: KVCacheSpec, groups: Sequence[KVCacheGroup], num_blocks: int, block_size: int, form: Form
-    ) -> None:
-        """Allocate zeroed pages."""
-        self.block_size, self.form = block_size, form
-        self._block_numbers = spec.num_kv_heads * block_size * spec.head_dim * 2
-        self.pages = [zeros(num_blocks * self._block_numbers, DTYPES[form]) for _ in range(num_page_tensors(groups))]
-        self.places = {
-            layer: (group, index) for group, kind in enumerate(groups) for index, layer in enumerate(kind.layers)
-        }
-
-    def clear_null_block(self) -> None:
-        """See `AttentionBackend.clear_null_block`."""
-        for pages in self.pages:
-            pages.view(-1, self._block_numbers)[NULL_BLOCK] = 0
-
-    def prepare(self, batch: AttentionBatch) -> tuple[Step, list[np.ndarray]]:
-        """Lay out whose rows they are and where their blocks lie."""
-        requests = batch.requests
-        counts = np.array([request.num_rows for request in requests])
-        owners = np.repeat(np.arange(len(requests), dtype=np.int32), counts)
-        num_groups = len(requests[0].block_tables)
-        max_blocks = max(len(table) for request in requests for table in request.block_tables)
-        tables = np.zeros((num_groups, len(requests), max_blocks), dtype=np.int32)
-        for index, request in enumerate(requests):
-            for group, table in enumerate(request.block_tables):
-                tables[group, index, : len(table)] = table
-        step = Step(
-            num_rows=len(owners),
-            num_requests=len(requests),
-            max_blocks=max_blocks,
-            num_groups=num_groups,
-            requests=pointer(owners),
-            block_tables=pointer(tables),
-        )
-        return step, [owners, tables]
 
 
 class Forms(NamedTuple):
@@ -145,7 +104,7 @@ class CompiledDecoder:
         for rope in {rope for rope in config.ropes if rope}:
             rotary = RotaryEmbedding(rope, max_model_len, torch.float32)
             self._rotations[rope] = self._keep(aligned(rotary._cos)), self._keep(aligned(rotary._sin))
-        self._embedding_form = Form.FLOAT32 if decoder._embedding.dtype == torch.float32 else Form.BFLOAT16
+        self._embedding_form = Form.of("none", decoder._embedding.dtype)
         self._embedding = self._keep(aligned(decoder._embedding.to(DTYPES[self._embedding_form])))
         self._embedding_scale = decoder._embedding_scale
         self._layers = []
@@ -156,7 +115,7 @@ class CompiledDecoder:
         self._head = self._logits_program(decoder._head)
         self._program: Program
 
-    def use_attention(self, pages: Pages) -> None:
+    def use_attention(self, pages: CompiledPages) -> None:
         """See `Model.use_attention`."""
         config = self.config
         embed = Embed(Kind.EMBED, self._embedding_form, config.hidden_size, self._embedding_scale)

@@ -13,10 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 
+from engine.attention.base import AttentionPages
+from engine.attention.compiled import CompiledPages
+from engine.attention.reference import ReferenceAttention
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError, ModelError, UnsupportedModel
+from engine.kernels.library import NoKernels, load
+from engine.kernels.operations import Form, Team
 from engine.models.base import Model
 from engine.models.checkpoint import read_config, stored_tensors
+from engine.models.compiled_decoder import CompiledDecoder, Forms, why_not
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families import DECODERS
@@ -107,11 +113,15 @@ def decoder_config(raw: dict[str, Any]) -> DecoderConfig:
 
 
 class BuiltModel(NamedTuple):
-    """A model with its weights, for contexts of up to `max_model_len` tokens; weights and K/V are of `dtype`."""
+    """A model with its weights, for contexts of up to `max_model_len` tokens; weights and K/V are of `dtype`.
+
+    `make_pages(spec, groups, num_heads, num_blocks, block_size, dtype)` allocates the pages that it attends to.
+    """
 
     model: Model
     max_model_len: int
     dtype: torch.dtype
+    make_pages: Callable[..., AttentionPages] = ReferenceAttention
 
 
 def build_model(folder: Path, config: EngineConfig, progress: Callable[[int, int], None]) -> BuiltModel:
@@ -145,8 +155,38 @@ def build_model(folder: Path, config: EngineConfig, progress: Callable[[int, int
         shape = dataclasses.replace(shape, ties_embeddings=False)
     decoder = Decoder(shape, max_model_len, dtype)
     load_weights(folder, _destinations(folder, decoder), progress)
+    compiled = None if config.kernels == "torch" else _compiled(decoder, config, max_model_len, dtype)
+    if compiled is not None:
+        return BuiltModel(compiled, max_model_len, dtype, CompiledPages)
     decoder.pack()
     return BuiltModel(decoder, max_model_len, dtype)
+
+
+def _compiled(
+    decoder: Decoder, config: EngineConfig, max_model_len: int, dtype: torch.dtype
+) -> CompiledDecoder | None:
+    """Return `decoder` on the operations in C; None, said in the log, where they cannot run it.
+
+    Raises:
+        ConfigError: They cannot, and the configuration allows nothing else.
+    """
+    try:
+        team = Team(load(), torch.get_num_threads(), round(config.spin * 1000))
+        reason = why_not(decoder.config, config.block_size, dtype)
+    except NoKernels as error:
+        reason = str(error)
+    if reason is None:
+        layers = Form.of(config.quantization, dtype)
+        head = config.head_quantization
+        if head == "auto":
+            head = "none" if config.quantization == "none" else "int8"
+        forms = Forms(layers, Form.of(head, dtype), Form.of("none", dtype))
+        return CompiledDecoder(decoder, config.max_num_batched_tokens, max_model_len, team, forms)
+    asked = "--kernels compiled" if config.kernels == "compiled" else f"--quantization {config.quantization}"
+    if config.kernels == "compiled" or config.quantization != "none":
+        raise ConfigError(f"{asked}: the operations in C cannot run this model here: {reason}")
+    logger.warning("the model runs on torch's operations, several times slower than those in C: %s", reason)
+    return None
 
 
 @contextlib.contextmanager

@@ -1,6 +1,5 @@
 /* A step of a decoder on a CPU: a list of operations, run by a team of threads that meets after each. */
 #define _GNU_SOURCE
-#include <time.h>
 #include "team.h"
 #include "simd.h"
 #include "operations.h"
@@ -18,13 +17,6 @@ typedef struct {
 
 #define FOR_MY_ROWS                                                                                                   \
     for (int64_t row = s->num_rows * thread / num_threads, end = s->num_rows * (thread + 1) / num_threads; row < end; row++)
-
-static int64_t now_ns(void)
-{
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000LL + now.tv_nsec;
-}
 
 static void run_operations(int thread, void *argument)
 {
@@ -60,12 +52,12 @@ static void run_operations(int thread, void *argument)
 #endif
 }
 
-/* Run the operations in order on the rows of `s` with `num_threads` threads, which spin for `spin` turns before they
+/* Run the operations in order on the rows of `s` with `num_threads` threads, which spin for `spin_ns` before they
  * sleep; returns once all are done. */
-void run(int num_threads, int spin, const void *const *operations, int num_operations, const step *s)
+void run(int num_threads, int64_t spin_ns, const void *const *operations, int num_operations, const step *s)
 {
     program p = {.operations = operations, .num_operations = num_operations, .step = s};
-    p.team.spin = spin;
+    p.team.spin_ns = spin_ns;
     p.team.function = run_operations;
     p.team.argument = &p;
     team_run(&p.team, num_threads);

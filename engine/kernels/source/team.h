@@ -9,8 +9,10 @@
 #include <linux/futex.h>
 #include <pthread.h>
 #include <stdatomic.h>
+#include <stdint.h>
 #include <string.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
 enum { MAX_THREADS = 256 };
@@ -23,7 +25,8 @@ typedef struct {
 typedef struct {
     gate start, meeting;
     _Alignas(64) atomic_int num_arrived;
-    int num_threads, spin;
+    int num_threads;
+    int64_t spin_ns;
     void (*function)(int thread, void *argument);
     void *argument;
 } team;
@@ -37,13 +40,24 @@ static inline void pause_briefly(void)
 #endif
 }
 
-static void gate_wait(gate *g, int seen, int spin)
+static int64_t now_ns(void)
 {
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+static void gate_wait(gate *g, int seen, int64_t spin_ns)
+{
+    int64_t until = 0;
     for (int turns = 0; atomic_load_explicit(&g->epoch, memory_order_acquire) == seen;) {
-        if (++turns < spin) {
+        if (++turns % 16) {
             pause_briefly();
             continue;
         }
+        int64_t now = now_ns();
+        if (!until) until = now + spin_ns;
+        if (now < until) continue;
         atomic_fetch_add(&g->num_sleepers, 1);
         if (atomic_load(&g->epoch) == seen) syscall(SYS_futex, &g->epoch, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
         atomic_fetch_sub(&g->num_sleepers, 1);
@@ -65,7 +79,7 @@ static void team_meet(team *t)
         atomic_store_explicit(&t->num_arrived, 0, memory_order_relaxed);
         gate_open(&t->meeting);
     } else {
-        gate_wait(&t->meeting, seen, t->spin);
+        gate_wait(&t->meeting, seen, t->spin_ns);
     }
 }
 
@@ -77,7 +91,7 @@ typedef struct {
 static void *team_member(void *argument)
 {
     member *self = argument;
-    gate_wait(&self->team->start, 0, self->team->spin);
+    gate_wait(&self->team->start, 0, self->team->spin_ns);
     self->team->function(self->thread, self->team->argument);
     return NULL;
 }
