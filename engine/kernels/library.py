@@ -71,7 +71,7 @@ def load(variant: str | None = None) -> ctypes.CDLL:
 
 def _declare(library: ctypes.CDLL) -> None:
     pointer, integer = ctypes.c_void_p, ctypes.c_int
-    library.run.restype = None
+    library.run.restype = integer
     library.run.argtypes = [integer, ctypes.c_int64, pointer, integer, pointer]
 
 

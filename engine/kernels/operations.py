@@ -169,8 +169,10 @@ class Program:
         self._kept = (structs, memory)
 
     def run(self, step: Step, team: Team) -> None:
-        """Run all on the rows of `step`."""
-        team.library.run(team.num_threads, team.spin_ns, self._operations, len(self._operations), ctypes.addressof(step))
+        """Run all on the rows of `step`; raises MemoryError."""
+        count = len(self._operations)
+        if team.library.run(team.num_threads, team.spin_ns, self._operations, count, ctypes.addressof(step)):
+            raise MemoryError("there is no memory for the threads' partial sums")
 
 
 class Team(NamedTuple):

@@ -13,6 +13,7 @@
 #include "linear.h"
 #include "operations.h"
 #include "simd.h"
+#include "team.h"
 
 enum { TOKENS = 16, KEYS = 2 * TOKENS, SPLIT = 512, MAX_QUERIES = TILE_ROWS, MAX_HEAD = 256 };
 
@@ -252,56 +253,128 @@ INLINE void fold(partial *all_keys, const partial *further, int i, int head_size
         store(all_keys->values[i] + d, load(all_keys->values[i] + d) * of_a + load(further->values[i] + d) * of_b);
 }
 
-static void attend_unit(const attend_operation *op, const unit *u)
+/* Divide what was summed over all keys. */
+static void finish_unit(const attend_operation *op, const unit *u, const partial *all_keys)
 {
-    partial all_keys, further;
-    int64_t begin = u->first / SPLIT * SPLIT;
-    for (int64_t split = begin; split < u->last; split += SPLIT) {
-        int64_t from = split < u->first ? u->first / KEYS * KEYS : split;
-        int64_t end = split + SPLIT < u->last ? split + SPLIT : u->last;
-        attend_keys(op, u, from, end, split == begin ? &all_keys : &further);
-        if (split != begin)
-            for (int i = 0; i < u->num_queries; i++) fold(&all_keys, &further, i, op->head_size);
-    }
     for (int i = 0; i < u->num_queries; i++) {
-        float sum = sum_of(all_keys.sums[i]), factor = 1.f;
+        float sum = sum_of(all_keys->sums[i]), factor = 1.f;
         if (op->sinks) {
-            float sink = op->sinks[u->head[i]], largest = all_keys.largest[i] > sink ? all_keys.largest[i] : sink;
-            factor = exponential(all(all_keys.largest[i] - largest))[0];
+            float sink = op->sinks[u->head[i]], largest = all_keys->largest[i] > sink ? all_keys->largest[i] : sink;
+            factor = exponential(all(all_keys->largest[i] - largest))[0];
             sum = sum * factor + exponential(all(sink - largest))[0];
         }
-        for (int d = 0; d < op->head_size; d += LANES) store(u->out[i] + d, load(all_keys.values[i] + d) * (factor / sum));
+        for (int d = 0; d < op->head_size; d += LANES) store(u->out[i] + d, load(all_keys->values[i] + d) * (factor / sum));
     }
 }
 
-/* Units are (rows of one request) x (heads of one K/V head), taken by whoever is free. */
-static void attend(const attend_operation *op, const step *s, atomic_llong *next)
+/* Attend to those keys of the split-th 512 positions that any query sees. */
+INLINE void attend_split(const attend_operation *op, const unit *u, int64_t split, partial *p)
+{
+    int64_t begin = split * SPLIT, end = begin + SPLIT;
+    attend_keys(op, u, begin < u->first ? u->first / KEYS * KEYS : begin, end < u->last ? end : u->last, p);
+}
+
+static void attend_unit(const attend_operation *op, const unit *u)
+{
+    partial all_keys, further;
+    attend_split(op, u, u->first / SPLIT, &all_keys);
+    for (int64_t split = u->first / SPLIT + 1; split * SPLIT < u->last; split++) {
+        attend_split(op, u, split, &further);
+        for (int i = 0; i < u->num_queries; i++) fold(&all_keys, &further, i, op->head_size);
+    }
+    finish_unit(op, u, &all_keys);
+}
+
+/* A unit whose splits several threads compute: each folds its own in when all before it have been. */
+typedef struct {
+    gate num_folded;
+    partial all_keys;
+} shared_unit;
+
+static void attend_shared(const attend_operation *op, const unit *u, int64_t split, shared_unit *shared, int64_t spin_ns)
+{
+    partial own;
+    const int64_t turn = split - u->first / SPLIT;
+    attend_split(op, u, split, &own);
+    for (int seen; (seen = atomic_load_explicit(&shared->num_folded.epoch, memory_order_acquire)) != turn;)
+        gate_wait(&shared->num_folded, seen, spin_ns);
+    for (int i = 0; i < u->num_queries; i++) {
+        if (turn) {
+            fold(&shared->all_keys, &own, i, op->head_size);
+        } else {
+            shared->all_keys.largest[i] = own.largest[i];
+            shared->all_keys.sums[i] = own.sums[i];
+            memcpy(shared->all_keys.values[i], own.values[i], op->head_size * sizeof(float));
+        }
+    }
+    if ((split + 1) * SPLIT >= u->last) finish_unit(op, u, &shared->all_keys);
+    gate_open(&shared->num_folded);
+}
+
+/* How a step's work is cut for attention, and who does what. */
+typedef struct {
+    team *team;
+    atomic_llong next_task;
+    shared_unit *shared; /* [UNITS_A_THREAD * threads] */
+} attention_work;
+
+enum { UNITS_A_THREAD = 4 }; /* with fewer, threads share units */
+
+static void attention_begin(attention_work *work)
+{
+    atomic_store(&work->next_task, 0);
+    for (int i = 0; i < UNITS_A_THREAD * work->team->num_threads; i++) atomic_store(&work->shared[i].num_folded.epoch, 0);
+}
+
+/* The queries of rows [row, end) and heads [first, end_head) that share a K/V head. */
+static unit unit_of(const attend_operation *op, const step *s, int64_t row, int64_t end, int kv_head, int first, int end_head)
+{
+    unit u = {.kv_head = kv_head, .block_table = block_table_of(s, op->group, row), .first = INT64_MAX};
+    for (int64_t r = row; r < end; r++) {
+        for (int h = first; h < end_head; h++) {
+            int i = u.num_queries++;
+            u.head[i] = h;
+            int64_t at = (r * op->num_heads + h) * op->head_size;
+            u.queries[i] = (const char *)op->queries + at * (op->form == FLOAT32 ? 4 : 2);
+            u.out[i] = op->out + at;
+            u.until[i] = s->positions[r] + 1;
+            u.from[i] = op->window && u.until[i] > op->window ? u.until[i] - op->window : 0;
+            u.first = u.from[i] < u.first ? u.from[i] : u.first;
+            u.last = u.until[i];
+        }
+    }
+    return u;
+}
+
+/* Units are (rows of one request) x (heads of one K/V head). Tasks, units or splits of them, go to whoever is free. */
+static void attend(const attend_operation *op, const step *s, attention_work *work)
 {
     const int heads_a_group = op->num_heads / op->num_kv_heads;
     const int heads_a_unit = heads_a_group < MAX_QUERIES ? heads_a_group : MAX_QUERIES;
     const int rows_a_unit = MAX_QUERIES / heads_a_unit < 4 ? MAX_QUERIES / heads_a_unit : 4;
-    int64_t mine = atomic_fetch_add(next, 1), number = 0;
+    const int units_a_head = (heads_a_group + heads_a_unit - 1) / heads_a_unit;
+    const int most_shared = work->team->num_threads > 1 ? UNITS_A_THREAD * work->team->num_threads : 0;
+    const int are_shared = s->num_rows * op->num_kv_heads * units_a_head <= most_shared;
+    int64_t mine = atomic_fetch_add(&work->next_task, 1), task = 0, number = 0;
     for (int64_t row = 0, end; row < s->num_rows; row = end) {
         for (end = row + 1; end < s->num_rows && end - row < rows_a_unit && s->requests[end] == s->requests[row]; end++);
         for (int kv_head = 0; kv_head < op->num_kv_heads; kv_head++) {
-            for (int first = 0; first < heads_a_group; first += heads_a_unit, number++) {
-                if (number != mine) continue;
-                mine = atomic_fetch_add(next, 1);
-                unit u = {.kv_head = kv_head, .block_table = block_table_of(s, op->group, row), .first = INT64_MAX};
-                for (int64_t r = row; r < end; r++) {
-                    for (int h = first; h < first + heads_a_unit && h < heads_a_group; h++) {
-                        int i = u.num_queries++;
-                        u.head[i] = kv_head * heads_a_group + h;
-                        int64_t at = (r * op->num_heads + u.head[i]) * op->head_size;
-                        u.queries[i] = (const char *)op->queries + at * (op->form == FLOAT32 ? 4 : 2);
-                        u.out[i] = op->out + at;
-                        u.until[i] = s->positions[r] + 1;
-                        u.from[i] = op->window && u.until[i] > op->window ? u.until[i] - op->window : 0;
-                        u.first = u.from[i] < u.first ? u.from[i] : u.first;
-                        u.last = u.until[i];
-                    }
+            for (int part = 0; part < units_a_head; part++, number++) {
+                int first = kv_head * heads_a_group + part * heads_a_unit, end_head = first + heads_a_unit;
+                if (end_head > (kv_head + 1) * heads_a_group) end_head = (kv_head + 1) * heads_a_group;
+                if (!are_shared) {
+                    if (task++ != mine) continue;
+                    mine = atomic_fetch_add(&work->next_task, 1);
+                    unit u = unit_of(op, s, row, end, kv_head, first, end_head);
+                    attend_unit(op, &u);
+                    continue;
                 }
-                attend_unit(op, &u);
+                unit u = unit_of(op, s, row, end, kv_head, first, end_head);
+                for (int64_t split = u.first / SPLIT; split * SPLIT < u.last; split++) {
+                    if (task++ != mine) continue;
+                    mine = atomic_fetch_add(&work->next_task, 1);
+                    attend_shared(op, &u, split, &work->shared[number], work->team->spin_ns);
+                }
             }
         }
     }

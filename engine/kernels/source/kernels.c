@@ -1,5 +1,6 @@
 /* A step of a decoder on a CPU: a list of operations, run by a team of threads that meets after each. */
 #define _GNU_SOURCE
+#include <stdlib.h>
 #include "team.h"
 #include "simd.h"
 #include "operations.h"
@@ -12,7 +13,7 @@ typedef struct {
     const void *const *operations;
     int num_operations;
     const step *step;
-    atomic_llong next_unit;
+    attention_work attention;
 } program;
 
 #define FOR_MY_ROWS                                                                                                   \
@@ -34,10 +35,10 @@ static void run_operations(int thread, void *argument)
         case NORM: FOR_MY_ROWS norm(operation, row); break;
         case LINEAR: linear(operation, s->num_rows, thread, num_threads); break;
         case ROTATE:
-            if (thread == 0) atomic_store(&p->next_unit, 0);
+            if (thread == 0) attention_begin(&p->attention);
             FOR_MY_ROWS rotate(operation, s, row);
             break;
-        case ATTEND: attend(operation, s, &p->next_unit); break;
+        case ATTEND: attend(operation, s, &p->attention); break;
         case CAP: FOR_MY_ROWS cap(operation, row); break;
         }
         if (i + 1 < p->num_operations) team_meet(&p->team);
@@ -53,14 +54,20 @@ static void run_operations(int thread, void *argument)
 }
 
 /* Run the operations in order on the rows of `s` with `num_threads` threads, which spin for `spin_ns` before they
- * sleep; returns once all are done. */
-void run(int num_threads, int64_t spin_ns, const void *const *operations, int num_operations, const step *s)
+ * sleep; returns 0 once all are done, or -1 at once where memory is lacking. */
+int run(int num_threads, int64_t spin_ns, const void *const *operations, int num_operations, const step *s)
 {
     program p = {.operations = operations, .num_operations = num_operations, .step = s};
     p.team.spin_ns = spin_ns;
     p.team.function = run_operations;
     p.team.argument = &p;
+    p.attention.team = &p.team;
+    p.attention.shared = aligned_alloc(64, UNITS_A_THREAD * num_threads * sizeof(shared_unit));
+    if (!p.attention.shared) return -1;
+    for (int i = 0; i < UNITS_A_THREAD * num_threads; i++) p.attention.shared[i].num_folded = (gate){0};
     team_run(&p.team, num_threads);
+    free(p.attention.shared);
+    return 0;
 }
 
 /* Whether this build may run here: the system must grant the AMX registers. */
