@@ -21,6 +21,7 @@ SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8", "int4"]
 HeadQuantization = Literal["auto", "none", "int8", "int4"]
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
 Kernels = Literal["auto", "compiled", "torch"]
 ModelImpl = Literal["auto", "own", "transformers"]
 
@@ -67,6 +68,9 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
     ] = "none"
     head_quantization: Annotated[
         HeadQuantization, Meta(description="storage form of the head; auto: int8 where the layers are quantized")
+    ] = "auto"
+    kv_cache_dtype: Annotated[
+        KVCacheDtype, Meta(description="keys and values; auto takes what the weights have, or int8 where they are quantized")
     ] = "auto"
     kernels: Annotated[
         Kernels,

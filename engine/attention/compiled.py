@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from engine.attention.base import AttentionBatch
-from engine.kernels.operations import Step, pointer, zeros
+from engine.kernels.operations import Form, Step, pointer, zeros
 from engine.kv_cache.spec import NULL_BLOCK, KVCacheSpec, num_page_tensors
 from engine.outputs import KVCacheGroup
 
@@ -27,8 +27,9 @@ class CompiledPages:
     ) -> None:
         """Allocate zeroed pages for `num_blocks` blocks, in as many tensors as the largest of `layer_groups` needs."""
         self.block_size = block_size
-        self._block_numbers = spec.num_kv_heads * block_size * spec.head_dim * 2
-        self.pages = [zeros(num_blocks * self._block_numbers, dtype) for _ in range(num_page_tensors(layer_groups))]
+        self._block_bytes = spec.num_kv_heads * block_size * Form.of_pages(dtype).token_bytes(spec.head_dim)
+        num_tensors = num_page_tensors(layer_groups)
+        self.pages = [zeros(num_blocks * self._block_bytes, torch.uint8) for _ in range(num_tensors)]
         self.places = {
             layer: (group, index) for group, kind in enumerate(layer_groups) for index, layer in enumerate(kind.layers)
         }
@@ -45,7 +46,7 @@ class CompiledPages:
     def clear_null_block(self) -> None:
         """See `AttentionPages.clear_null_block`."""
         for pages in self.pages:
-            pages.view(-1, self._block_numbers)[NULL_BLOCK] = 0
+            pages.view(-1, self._block_bytes)[NULL_BLOCK] = 0
 
     def prepare(self, batch: AttentionBatch) -> tuple[Step, list[np.ndarray]]:
         """Lay out whose rows they are and where their blocks lie."""

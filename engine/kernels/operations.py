@@ -43,6 +43,11 @@ class Form(enum.IntEnum):
             return cls[quantization.upper()]
         return cls.FLOAT32 if dtype == torch.float32 else cls.BFLOAT16
 
+    @classmethod
+    def of_pages(cls, dtype: torch.dtype) -> Form:
+        """Return what keys and values of `dtype` are stored as."""
+        return cls.INT8 if dtype == torch.int8 else cls.of("none", dtype)
+
     @property
     def of_inputs(self) -> Form:
         """What rows are brought into before a product with weights of this form."""
@@ -51,6 +56,15 @@ class Form(enum.IntEnum):
     def row_bytes(self, num_inputs: int) -> int:
         """Return the bytes of a row of inputs, with its scales and sums."""
         return {Form.FLOAT32: 4 * num_inputs, Form.BFLOAT16: 2 * num_inputs}.get(self, num_inputs + num_inputs // GROUP * 8)
+
+
+    def query_bytes(self, head_size: int) -> int:
+        """Return the bytes of a query beside keys of this form."""
+        return self.row_bytes(head_size + (-head_size % GROUP if self is Form.INT8 else 0))
+
+    def token_bytes(self, head_size: int) -> int:
+        """Return the bytes that a token's key and value take in the pages of one head."""
+        return 2 * {Form.FLOAT32: 4 * head_size, Form.BFLOAT16: 2 * head_size}.get(self, head_size + 4)
 
 
 GROUP = 32

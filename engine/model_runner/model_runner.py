@@ -109,7 +109,7 @@ class ModelRunner:
         self._dtype = dtype
         shape = self._model.config
         progress("kv_specs", 0, 1)
-        spec = _kv_cache_spec(shape, dtype)
+        spec = _kv_cache_spec(shape, built.kv_dtype)
         progress("profile", 0, 1)
         groups = spec.groups(max_model_len)
         available = available_memory_bytes()
@@ -118,7 +118,7 @@ class ModelRunner:
         )
         progress("kv_pages", 0, 1)
         block_size = self._config.block_size
-        self._make_attention = partial(built.make_pages, spec, groups, shape.num_heads, num_blocks, block_size, dtype)
+        self._make_attention = partial(built.make_pages, spec, groups, shape.num_heads, num_blocks, block_size, built.kv_dtype)
         self.attention = self._make_attention()
         self._model.use_attention(self.attention)
         progress("warm_up", 0, 1)
@@ -279,6 +279,7 @@ def _kv_cache_spec(shape: ModelShape, dtype: torch.dtype) -> KVCacheSpec:
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         item_size_bytes=dtype.itemsize,
+        scale_size_bytes=4 if dtype == torch.int8 else 0,
         windows=shape.windows,
     )
 

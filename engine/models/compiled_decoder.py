@@ -46,9 +46,9 @@ from engine.models.mlp import DenseMlp
 from engine.models.rotary import RotaryEmbedding
 
 
-def why_not(config: DecoderConfig, block_size: int, dtype: torch.dtype) -> str | None:
+def why_not(config: DecoderConfig, block_size: int, dtype: torch.dtype, *, is_quantized: bool) -> str | None:
     """Return what keeps this decoder from the operations in C; None: nothing."""
-    if dtype == torch.float16:
+    if dtype == torch.float16 and not is_quantized:
         return "its weights are float16, which they do not have; --dtype bfloat16 and float32 they have"
     sizes = {"hidden size": config.hidden_size, "MLP size": config.intermediate_size, "head size": config.head_dim}
     for name, size in sizes.items():
@@ -95,7 +95,7 @@ class CompiledDecoder:
         self._hidden = self._room(config.hidden_size)
         self._normed = self._room(config.hidden_size)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self._qkv, self._queries = self._room(queries + 2 * keys), self._room(queries, DTYPES[forms.pages])
+        self._qkv, self._queries = self._room(queries + 2 * keys), self._room(config.num_heads * forms.pages.query_bytes(config.head_dim), torch.uint8)
         self._attended = self._room(queries)
         self._gated = self._room(config.intermediate_size)
         self._output = self._room(config.hidden_size)

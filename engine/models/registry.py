@@ -113,14 +113,15 @@ def decoder_config(raw: dict[str, Any]) -> DecoderConfig:
 
 
 class BuiltModel(NamedTuple):
-    """A model with its weights, for contexts of up to `max_model_len` tokens; weights and K/V are of `dtype`.
+    """A model with its weights, for contexts of up to `max_model_len` tokens; weights are of `dtype`.
 
-    `make_pages(spec, groups, num_heads, num_blocks, block_size, dtype)` allocates the pages that it attends to.
+    `make_pages(spec, groups, num_heads, num_blocks, block_size, kv_dtype)` allocates the pages that it attends to.
     """
 
     model: Model
     max_model_len: int
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     make_pages: Callable[..., AttentionPages] = ReferenceAttention
 
 
@@ -157,36 +158,54 @@ def build_model(folder: Path, config: EngineConfig, progress: Callable[[int, int
     load_weights(folder, _destinations(folder, decoder), progress)
     compiled = None if config.kernels == "torch" else _compiled(decoder, config, max_model_len, dtype)
     if compiled is not None:
-        return BuiltModel(compiled, max_model_len, dtype, CompiledPages)
+        return compiled
+    _refuse_other_pages(config, dtype)
     decoder.pack()
-    return BuiltModel(decoder, max_model_len, dtype)
+    return BuiltModel(decoder, max_model_len, dtype, dtype)
 
 
-def _compiled(
-    decoder: Decoder, config: EngineConfig, max_model_len: int, dtype: torch.dtype
-) -> CompiledDecoder | None:
+def _compiled(decoder: Decoder, config: EngineConfig, max_model_len: int, dtype: torch.dtype) -> BuiltModel | None:
     """Return `decoder` on the operations in C; None, said in the log, where they cannot run it.
 
     Raises:
         ConfigError: They cannot, and the configuration allows nothing else.
     """
+    is_quantized = config.quantization != "none"
     try:
+        reason = why_not(decoder.config, config.block_size, dtype, is_quantized=is_quantized)
         team = Team(load(), torch.get_num_threads(), round(config.spin * 1000))
-        reason = why_not(decoder.config, config.block_size, dtype)
     except NoKernels as error:
-        reason = str(error)
-    if reason is None:
-        layers = Form.of(config.quantization, dtype)
-        head = config.head_quantization
-        if head == "auto":
-            head = "none" if config.quantization == "none" else "int8"
-        forms = Forms(layers, Form.of(head, dtype), Form.of("none", dtype))
-        return CompiledDecoder(decoder, config.max_num_batched_tokens, max_model_len, team, forms)
-    asked = "--kernels compiled" if config.kernels == "compiled" else f"--quantization {config.quantization}"
-    if config.kernels == "compiled" or config.quantization != "none":
-        raise ConfigError(f"{asked}: the operations in C cannot run this model here: {reason}")
-    logger.warning("the model runs on torch's operations, several times slower than those in C: %s", reason)
-    return None
+        reason = reason or str(error)
+    if reason is not None:
+        if config.kernels == "compiled" or is_quantized:
+            asked = "--kernels compiled" if config.kernels == "compiled" else f"--quantization {config.quantization}"
+            raise ConfigError(f"{asked}: the operations in C cannot run this model here: {reason}")
+        logger.warning("the model runs on torch's operations, several times slower than those in C: %s", reason)
+        return None
+    head = config.head_quantization if config.head_quantization != "auto" else "int8" if is_quantized else "none"
+    kv_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
+    if config.kv_cache_dtype != "auto":
+        kv_dtype = getattr(torch, config.kv_cache_dtype)
+    elif is_quantized:
+        kv_dtype = torch.int8
+    forms = Forms(Form.of(config.quantization, dtype), Form.of(head, dtype), Form.of_pages(kv_dtype))
+    model = CompiledDecoder(decoder, config.max_num_batched_tokens, max_model_len, team, forms)
+    logger.info("operations in C, layers %s, head %s, keys and values %s", *(form.name.lower() for form in forms))
+    return BuiltModel(model, max_model_len, dtype, kv_dtype, CompiledPages)
+
+
+def _refuse_other_pages(config: EngineConfig, dtype: torch.dtype) -> None:
+    """Raise ConfigError if something is asked for that only the operations in C have."""
+    own = str(dtype).removeprefix("torch.")
+    if config.kv_cache_dtype not in ("auto", own):
+        raise ConfigError(
+            f"--kv-cache-dtype {config.kv_cache_dtype}: on torch's operations keys and values are of the weights' type, "
+            f"{own}: leave it out"
+        )
+    if config.head_quantization not in ("auto", "none"):
+        raise ConfigError(f"--head-quantization {config.head_quantization} needs the operations in C: leave it out")
+    if config.quantization != "none":
+        raise ConfigError(f"--quantization {config.quantization}: only our own decoder can be quantized: leave it out")
 
 
 @contextlib.contextmanager
@@ -206,8 +225,9 @@ def _through_transformers(
     settings = transformers_loading.open_config(folder, raw)
     max_model_len = _max_model_len(config, transformers_loading.max_positions(settings), folder)
     dtype = resolve_dtype(config.dtype, raw, folder)
+    _refuse_other_pages(config, dtype)
     model = transformers_loading.load(folder, settings, max_model_len, dtype, progress)
-    return BuiltModel(model, max_model_len, dtype)
+    return BuiltModel(model, max_model_len, dtype, dtype)
 
 
 def _max_model_len(config: EngineConfig, max_positions: int | None, folder: Path) -> int:

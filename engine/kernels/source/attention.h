@@ -4,6 +4,10 @@
  *
  *     BFLOAT16  keys [head size / 2][16][2]   values [8][head size][2]
  *     FLOAT32   keys [head size][16]          values [16][head size]
+ *     INT8      keys [head size / 4][16][4], scales [16] of keys and [16] of values, float32, then values [16][head size]
+ *
+ * INT8 keys are stored plus 128. Queries beside them are whole numbers too, with a scale and a sum for each 32; weights
+ * of values stay float32.
  *
  * Keys are taken 32 at a time from absolute positions, softmax goes on from one 32 to the next, and every 512 it begins
  * anew and is folded into what came before. So a row's bits depend on its query, its position and the K/V before it
@@ -17,7 +21,25 @@
 
 enum { TOKENS = 16, KEYS = 2 * TOKENS, SPLIT = 512, MAX_QUERIES = TILE_ROWS, MAX_HEAD = 256 };
 
-INLINE int64_t record_bytes(int form, int head_size) { return (int64_t)TOKENS * head_size * 2 * (form == FLOAT32 ? 4 : 2); }
+enum { SCALES_BYTES = 2 * TOKENS * 4 };
+
+INLINE int64_t keys_bytes(int form, int head_size)
+{
+    return (int64_t)TOKENS * head_size * (form == FLOAT32 ? 4 : form == BFLOAT16 ? 2 : 1);
+}
+
+INLINE int64_t record_bytes(int form, int head_size)
+{
+    return 2 * keys_bytes(form, head_size) + (form == INT8 ? SCALES_BYTES : 0);
+}
+
+INLINE int whole_groups(int head_size) { return (head_size + GROUP - 1) / GROUP; }
+
+/* The bytes of one query: of a row's heads each has so many. */
+INLINE int64_t query_bytes(int form, int head_size)
+{
+    return form == INT8 ? whole_groups(head_size) * (GROUP + 8) : head_size * (form == FLOAT32 ? 4 : 2);
+}
 
 /* The record of one K/V head with the token at `position` of a request. */
 INLINE char *record_at(int form, int head_size, int num_kv_heads, int block_size, const void *pages,
@@ -48,36 +70,72 @@ INLINE void rotate_head(const rotate_operation *op, int64_t position, const floa
     for (int i = 2 * half; i < op->head_size; i++) out[i] = in[i];
 }
 
+INLINE void store_query(int form, int size, const float *head, char *to)
+{
+    if (form == FLOAT32) memcpy(to, head, size * sizeof(float));
+    else if (form == BFLOAT16) for (int i = 0; i < size; i += LANES) narrow_to((uint16_t *)to + i, load(head + i));
+    else {
+        const int num_groups = whole_groups(size);
+        float *scales = (float *)(to + num_groups * GROUP);
+        for (int first = 0; first < size; first += GROUP, scales++) {
+            floats v[GROUP / LANES];
+            int count = (size - first < GROUP ? size - first : GROUP) / LANES;
+            for (int i = 0; i < count; i++) v[i] = load(head + first + i * LANES);
+            quantize_group(v, count, (int8_t *)to + first, scales, scales + num_groups);
+        }
+    }
+}
+
+/* Bring a whole head into numbers of -127 to 127; returns the scale, no number if one of `head` is none. */
+INLINE float quantize_head(int size, const float *head, int8_t *out)
+{
+    floats v[MAX_HEAD / LANES];
+    float scale, sum;
+    for (int i = 0; i < size / LANES; i++) v[i] = load(head + i * LANES);
+    quantize_group(v, size / LANES, out, &scale, &sum);
+    return scale + (sum - sum);
+}
+
+/* Put one token's key and value at `lane` of a record. */
+INLINE void store_pair(int form, int size, const float *key, const float *value, char *record, int lane)
+{
+    if (form == FLOAT32) {
+        float *keys = (float *)record;
+        for (int i = 0; i < size; i++) keys[i * TOKENS + lane] = key[i];
+        memcpy(keys + (TOKENS + lane) * size, value, size * sizeof(float));
+    } else if (form == BFLOAT16) {
+        uint16_t narrow[MAX_HEAD], *keys = (uint16_t *)record, *to = keys + TOKENS * size + lane / 2 * size * 2 + lane % 2;
+        for (int i = 0; i < size; i += LANES) narrow_to(narrow + i, load(key + i));
+        for (int i = 0; i < size; i += 2) memcpy(keys + i * TOKENS + lane * 2, narrow + i, 4);
+        for (int i = 0; i < size; i += LANES) narrow_to(narrow + i, load(value + i));
+        for (int i = 0; i < size; i++) to[i * 2] = narrow[i];
+    } else {
+        int8_t whole[MAX_HEAD];
+        float *scales = (float *)(record + TOKENS * size);
+        scales[lane] = quantize_head(size, key, whole);
+        for (int i = 0; i < size; i += 4) {
+            uint32_t four = load_word(whole + i) ^ 0x80808080; /* plus 128 */
+            memcpy(record + i * TOKENS + lane * 4, &four, 4);
+        }
+        scales[TOKENS + lane] = quantize_head(size, value, (int8_t *)scales + SCALES_BYTES + lane * size);
+    }
+}
+
 static void rotate(const rotate_operation *op, const step *s, int64_t row)
 {
     const int size = op->head_size;
-    const int64_t position = s->positions[row];
-    const int lane = position % TOKENS;
+    const int64_t position = s->positions[row], one_query = query_bytes(op->form, size);
     const int32_t *block_table = block_table_of(s, op->group, row);
     const float *in = op->qkv + row * (op->num_heads + 2 * op->num_kv_heads) * size;
     float head[MAX_HEAD];
-    uint16_t narrow[MAX_HEAD];
     for (int h = 0; h < op->num_heads; h++, in += size) {
-        int64_t at = (row * op->num_heads + h) * size;
         rotate_head(op, position, in, head);
-        if (op->form == FLOAT32) memcpy((float *)op->queries + at, head, size * sizeof(float));
-        else for (int i = 0; i < size; i += LANES) narrow_to((uint16_t *)op->queries + at + i, load(head + i));
+        store_query(op->form, size, head, (char *)op->queries + (row * op->num_heads + h) * one_query);
     }
     for (int h = 0; h < op->num_kv_heads; h++, in += size) {
         char *record = record_at(op->form, size, op->num_kv_heads, op->block_size, op->pages, block_table, position, h);
-        const float *values = in + op->num_kv_heads * size;
         rotate_head(op, position, in, head);
-        if (op->form == FLOAT32) {
-            float *keys = (float *)record;
-            for (int i = 0; i < size; i++) keys[i * TOKENS + lane] = head[i];
-            memcpy(keys + (TOKENS + lane) * size, values, size * sizeof(float));
-        } else {
-            uint16_t *keys = (uint16_t *)record, *to = keys + TOKENS * size + lane / 2 * size * 2 + lane % 2;
-            for (int i = 0; i < size; i += LANES) narrow_to(narrow + i, load(head + i));
-            for (int i = 0; i < size; i += 2) memcpy(keys + i * TOKENS + lane * 2, narrow + i, 4);
-            for (int i = 0; i < size; i += LANES) narrow_to(narrow + i, load(values + i));
-            for (int i = 0; i < size; i++) to[i * 2] = narrow[i];
-        }
+        store_pair(op->form, size, head, in + op->num_kv_heads * size, record, position % TOKENS);
     }
 }
 
@@ -105,6 +163,30 @@ typedef struct {
     uint16_t narrow[MAX_QUERIES][KEYS];
 } block_scores;
 
+INLINE void score_int8(const int n, int head_size, const void *const *queries, const char *record,
+                       floats sums[MAX_QUERIES][TOKENS / LANES])
+{
+    const int num_groups = whole_groups(head_size);
+    const float *scales = (const float *)(record + TOKENS * head_size);
+    for (int group = 0; group < num_groups; group++) {
+        int end = (group + 1) * GROUP < head_size ? (group + 1) * GROUP : head_size;
+        UNROLL for (int v = 0; v < TOKENS / LANES; v++) {
+            ints dots[MAX_QUERIES];
+            UNROLL for (int i = 0; i < n; i++) dots[i] = (ints){};
+            for (int d = group * GROUP; d < end; d += 4) {
+                words key = load_words(record + d * TOKENS + 4 * v * LANES);
+                UNROLL for (int i = 0; i < n; i++) dots[i] = dot_bytes(dots[i], key, load_word((const char *)queries[i] + d));
+            }
+            UNROLL for (int i = 0; i < n; i++) {
+                const float *of_query = (const float *)((const char *)queries[i] + num_groups * GROUP) + group;
+                floats whole = __builtin_convertvector(dots[i], floats) - 128.f * of_query[num_groups];
+                sums[i][v] = fused(whole, all(*of_query), sums[i][v]);
+            }
+        }
+    }
+    UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < TOKENS / LANES; v++) sums[i][v] *= load(scales + v * LANES);
+}
+
 INLINE void score(const int n, const int form, int head_size, const void *const *queries, const char *const *records,
                   block_scores *b)
 {
@@ -112,6 +194,12 @@ INLINE void score(const int n, const int form, int head_size, const void *const 
         floats sums[MAX_QUERIES][TOKENS / LANES];
         UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < TOKENS / LANES; v++) sums[i][v] = all(0.f);
         const char *keys = records[half];
+        if (form == INT8) {
+            score_int8(n, head_size, queries, keys, sums);
+            UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < TOKENS / LANES; v++)
+                store(b->scores[i] + half * TOKENS + v * LANES, sums[i][v]);
+            continue;
+        }
         for (int d = 0; d < head_size; d += form == FLOAT32 ? 1 : 2) {
             UNROLL for (int v = 0; v < TOKENS / LANES; v++, keys += 4 * LANES) {
                 if (form == FLOAT32) {
@@ -133,11 +221,25 @@ INLINE void score(const int n, const int form, int head_size, const void *const 
 INLINE void add_values(const int n, const int form, int head_size, const block_scores *b, const char *const *records,
                        partial *p)
 {
+    float weights[MAX_QUERIES][KEYS];
+    if (form == INT8) {
+        for (int half = 0; half < 2; half++) UNROLL for (int i = 0; i < n; i++) for (int v = 0; v < TOKENS; v += LANES) {
+            floats weight = load(b->scores[i] + half * TOKENS + v);
+            floats scale = load((const float *)(records[half] - TOKENS * 4) + v);
+            store(weights[i] + half * TOKENS + v, choose(weight == 0.f, weight, weight * scale)); /* unseen: any scale */
+        }
+    }
     for (int d = 0; d < head_size; d += LANES) {
         floats sums[MAX_QUERIES];
         UNROLL for (int i = 0; i < n; i++) sums[i] = load(p->values[i] + d) * b->factors[i];
         for (int half = 0; half < 2; half++) {
-            if (form == FLOAT32) {
+            if (form == INT8) {
+                const int8_t *values = (const int8_t *)records[half] + d;
+                for (int k = half * TOKENS; k < (half + 1) * TOKENS; k++, values += head_size) {
+                    floats value = widen_bytes(values);
+                    UNROLL for (int i = 0; i < n; i++) sums[i] = fused(value, all(weights[i][k]), sums[i]);
+                }
+            } else if (form == FLOAT32) {
                 const float *values = (const float *)records[half] + d;
                 for (int k = half * TOKENS; k < (half + 1) * TOKENS; k++, values += head_size) {
                     floats value = load(values);
@@ -158,10 +260,18 @@ INLINE void add_values(const int n, const int form, int head_size, const block_s
 #define DEFINE_ATTENTION(n)                                                                                           \
     static __attribute__((noinline)) void score_##n(int form, int size, const void *const *q, const char *const *k,   \
                                                     block_scores *b)                                                  \
-    { if (form == FLOAT32) score(n, FLOAT32, size, q, k, b); else score(n, BFLOAT16, size, q, k, b); }                \
+    {                                                                                                                 \
+        if (form == FLOAT32) score(n, FLOAT32, size, q, k, b);                                                        \
+        else if (form == BFLOAT16) score(n, BFLOAT16, size, q, k, b);                                                 \
+        else score(n, INT8, size, q, k, b);                                                                           \
+    }                                                                                                                 \
     static __attribute__((noinline)) void add_values_##n(int form, int size, const block_scores *b,                   \
                                                          const char *const *v, partial *p)                            \
-    { if (form == FLOAT32) add_values(n, FLOAT32, size, b, v, p); else add_values(n, BFLOAT16, size, b, v, p); }
+    {                                                                                                                 \
+        if (form == FLOAT32) add_values(n, FLOAT32, size, b, v, p);                                                   \
+        else if (form == BFLOAT16) add_values(n, BFLOAT16, size, b, v, p);                                            \
+        else add_values(n, INT8, size, b, v, p);                                                                      \
+    }
 #define SCORE_CASE(n) case n: score_##n(form, size, u->queries, records, &b); break;
 #define VALUES_CASE(n) case n: add_values_##n(form, size, &b, values, p); break;
 FOR_EACH_COUNT(DEFINE_ATTENTION)
@@ -203,7 +313,8 @@ static __attribute__((noinline)) void weigh(const attend_operation *op, const un
 /* Copy a record's values without the tokens from `count` on, which may hold anything. */
 INLINE const char *without_tail(int form, int head_size, const char *values, int count, char *room)
 {
-    memset(room, 0, record_bytes(form, head_size) / 2);
+    if (form == INT8) return values; /* whole numbers are harmless, and their weights are zero */
+    memset(room, 0, keys_bytes(form, head_size));
     if (form == FLOAT32) {
         memcpy(room, values, (int64_t)count * head_size * sizeof(float));
         return room;
@@ -219,7 +330,7 @@ INLINE const char *without_tail(int form, int head_size, const char *values, int
 static void attend_keys(const attend_operation *op, const unit *u, int64_t begin, int64_t end, partial *p)
 {
     const int form = op->form, size = op->head_size, n = u->num_queries;
-    const int64_t keys_bytes = record_bytes(form, size) / 2;
+    const int64_t values_at = keys_bytes(form, size) + (form == INT8 ? SCALES_BYTES : 0);
     _Alignas(64) char rooms[2][TOKENS * MAX_HEAD * sizeof(float)];
     block_scores b;
     for (int i = 0; i < n; i++) {
@@ -233,7 +344,7 @@ static void attend_keys(const attend_operation *op, const unit *u, int64_t begin
             int64_t at = position + half * TOKENS, count = u->last - at;
             if (count <= 0) at = position; /* nobody sees these: any record will do */
             records[half] = record_at(form, size, op->num_kv_heads, op->block_size, op->pages, u->block_table, at, u->kv_head);
-            values[half] = records[half] + keys_bytes;
+            values[half] = records[half] + values_at;
             if (count < TOKENS) values[half] = without_tail(form, size, values[half], count < 0 ? 0 : (int)count, rooms[half]);
         }
         switch (n) { FOR_EACH_COUNT(SCORE_CASE) FOR_EACH_LARGE_COUNT(SCORE_CASE) }
@@ -334,9 +445,9 @@ static unit unit_of(const attend_operation *op, const step *s, int64_t row, int6
         for (int h = first; h < end_head; h++) {
             int i = u.num_queries++;
             u.head[i] = h;
-            int64_t at = (r * op->num_heads + h) * op->head_size;
-            u.queries[i] = (const char *)op->queries + at * (op->form == FLOAT32 ? 4 : 2);
-            u.out[i] = op->out + at;
+            int64_t at = r * op->num_heads + h;
+            u.queries[i] = (const char *)op->queries + at * query_bytes(op->form, op->head_size);
+            u.out[i] = op->out + at * op->head_size;
             u.until[i] = s->positions[r] + 1;
             u.from[i] = op->window && u.until[i] > op->window ? u.until[i] - op->window : 0;
             u.first = u.from[i] < u.first ? u.from[i] : u.first;

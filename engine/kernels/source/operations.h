@@ -65,7 +65,7 @@ typedef struct {
     int32_t kind, form, num_heads, num_kv_heads, head_size, rotary_size, group, block_size;
     const float *cosines, *sines;       /* [positions][rotary_size / 2] or NULL */
     const float *qkv;                   /* [rows][heads + 2 * K/V heads][head_size] */
-    void *queries;                      /* [rows][heads][head_size] */
+    void *queries;                      /* [rows][heads] of what query_bytes in attention.h says */
     void *pages;                        /* see attention.h */
 } rotate_operation;
 

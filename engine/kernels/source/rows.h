@@ -20,27 +20,17 @@ INLINE floats normalized(const norm_operation *op, const float *in, int i, float
     return op->weight ? v * factor * load(op->weight + i) : v;
 }
 
-/* Bring one row into whole numbers of -127 to 127 times a scale for each group; see linear_operation. */
+/* Bring one row into whole numbers times a scale for each group; see linear_operation. */
 INLINE void quantize(const norm_operation *op, const float *in, floats factor, int8_t *out)
 {
     float *scales = (float *)(out + op->out_stride), *sums = scales + op->out_stride / GROUP;
-    for (int first = 0; first < op->size; first += GROUP, scales++, sums++) {
-        floats v[GROUP / LANES], largest = all(0.f), sum = all(0.f);
+    for (int first = 0; first < op->size; first += GROUP) {
+        floats v[GROUP / LANES];
         for (int part = 0; part < GROUP / LANES; part++) {
             int i = first + part * LANES;
             v[part] = i < op->size ? normalized(op, in, i, factor) : all(0.f);
-            largest = larger(larger(v[part], -v[part]), largest);
         }
-        float most = largest_of(largest);
-        floats inverse = all(most > 0.f ? 127.f / most : 0.f);
-        for (int part = 0; part < GROUP / LANES; part++) {
-            floats whole = rounded(v[part] * inverse);
-            bytes narrow = __builtin_convertvector(__builtin_convertvector(whole, ints), bytes);
-            memcpy(out + first + part * LANES, &narrow, sizeof narrow);
-            sum += whole;
-        }
-        *scales = most / 127.f;
-        *sums = sum_of(sum);
+        quantize_group(v, GROUP / LANES, out + first, scales++, sums++);
     }
 }
 

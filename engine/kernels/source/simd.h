@@ -158,6 +158,31 @@ INLINE floats rounded(floats x)
     return x + shift - shift;
 }
 
+/* Bring numbers into whole ones of -127 to 127 times a scale; the sum of the whole ones is no number if one of them was
+ * none or was infinite. */
+INLINE void quantize_group(const floats *v, int num_vectors, int8_t *out, float *scale, float *sum)
+{
+    floats largest = all(0.f), total = all(0.f);
+    for (int i = 0; i < num_vectors; i++) largest = larger(larger(v[i], -v[i]), largest);
+    float most = largest_of(largest);
+    floats inverse = all(most > 0.f ? 127.f / most : 0.f);
+    for (int i = 0; i < num_vectors; i++) {
+        floats whole = rounded(v[i] * inverse);
+        bytes narrow = __builtin_convertvector(__builtin_convertvector(whole, ints), bytes);
+        memcpy(out + i * LANES, &narrow, sizeof narrow);
+        total += whole;
+    }
+    *scale = most / 127.f;
+    *sum = sum_of(total);
+}
+
+INLINE floats widen_bytes(const int8_t *from)
+{
+    bytes narrow;
+    memcpy(&narrow, from, sizeof narrow);
+    return __builtin_convertvector(__builtin_convertvector(narrow, ints), floats);
+}
+
 /* sum + a . b, for four unsigned bytes a lane and four signed ones that all lanes share; exact. */
 INLINE ints dot_bytes(ints sum, words a, uint32_t b)
 {
