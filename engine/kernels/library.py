@@ -59,14 +59,18 @@ def load(variant: str | None = None) -> ctypes.CDLL:
     """
     if platform.system() != "Linux":
         raise NoKernels(f"they wait on futexes, which {platform.system()} does not have")
-    candidates = [variant] if variant is not None else supported_variants()[::-1]
-    for name in candidates:
-        library = ctypes.CDLL(str(_built(name)))
-        if library.permitted():
-            _declare(library)
-            return library
-        logger.info("the system does not let this process use %s", name)
-    raise NoKernels(f"the system does not let this process use {variant}")
+    reasons = []
+    for name in [variant] if variant is not None else supported_variants()[::-1]:
+        try:
+            library = ctypes.CDLL(str(_built(name)))
+            if library.permitted():
+                _declare(library)
+                return library
+            reasons.append(f"the system does not let this process use {name}")
+        except (NoKernels, OSError) as error:  # an older compiler, a cache that cannot be written or run from
+            reasons.append(str(error))
+        logger.info("not with %s: %s", name, reasons[-1])
+    raise NoKernels(reasons[-1])
 
 
 def _declare(library: ctypes.CDLL) -> None:
@@ -89,6 +93,7 @@ def _built(variant: str) -> Path:
 
 
 def _compile(compiler: str, flags: Sequence[str], sources: dict[str, bytes], target: Path) -> None:
+    logger.info("compiling the operations, once, into %s", target)
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as folder:
         for name, content in sources.items():
