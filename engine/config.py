@@ -70,7 +70,8 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
         HeadQuantization, Meta(description="storage form of the head; auto: int8 where the layers are quantized")
     ] = "auto"
     kv_cache_dtype: Annotated[
-        KVCacheDtype, Meta(description="keys and values; auto takes what the weights have, or int8 where they are quantized")
+        KVCacheDtype,
+        Meta(description="keys and values; auto takes what the weights have, or int8 where they are quantized"),
     ] = "auto"
     kernels: Annotated[
         Kernels,

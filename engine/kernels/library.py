@@ -19,7 +19,7 @@ from functools import cache
 from importlib import resources
 from pathlib import Path
 
-from engine.models.store import cache_folder
+from engine.models.cache import cache_folder
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,10 @@ import enum
 import mmap
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 LANES = 16
 """Sizes of rows and heads must be multiples of it."""
@@ -55,8 +54,9 @@ class Form(enum.IntEnum):
 
     def row_bytes(self, num_inputs: int) -> int:
         """Return the bytes of a row of inputs, with its scales and sums."""
-        return {Form.FLOAT32: 4 * num_inputs, Form.BFLOAT16: 2 * num_inputs}.get(self, num_inputs + num_inputs // GROUP * 8)
-
+        return {Form.FLOAT32: 4 * num_inputs, Form.BFLOAT16: 2 * num_inputs}.get(
+            self, num_inputs + num_inputs // GROUP * 8
+        )
 
     def query_bytes(self, head_size: int) -> int:
         """Return the bytes of a query beside keys of this form."""
@@ -95,83 +95,73 @@ class Epilogue(enum.IntEnum):
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
+def _fields(*kinds: tuple[type[ctypes._SimpleCData[Any]], str]) -> list[tuple[str, type[ctypes._SimpleCData[Any]]]]:
+    """Return the fields of a struct: of each kind those named."""
+    return [(name, kind) for kind, names in kinds for name in names.split()]
+
+
 class Step(ctypes.Structure):
     """The rows of a step; see operations.h."""
 
-    _fields_ = [
-        ("num_rows", c_int64),
-        ("num_requests", c_int64),
-        ("max_blocks", c_int64),
-        ("num_groups", c_int64),
-        ("token_ids", c_void_p),
-        ("positions", c_void_p),
-        ("requests", c_void_p),
-        ("block_tables", c_void_p),
-        ("times", c_void_p),
-    ]
+    _fields_ = _fields(
+        (c_int64, "num_rows num_requests max_blocks num_groups"),
+        (c_void_p, "token_ids positions requests block_tables times"),
+    )
 
 
 class Embed(ctypes.Structure):
     """Rows of a table, scaled."""
 
-    _fields_ = [("kind", c_int32), ("form", c_int32), ("size", c_int32), ("scale", c_float)] + [
-        ("table", c_void_p),
-        ("out", c_void_p),
-    ]
+    _fields_ = _fields((c_int32, "kind form size"), (c_float, "scale"), (c_void_p, "table out"))
 
 
 class Norm(ctypes.Structure):
     """RMS norm of each part of a row, or only a change of form."""
 
-    _fields_ = [(name, c_int32) for name in ("kind", "form", "size", "num_parts", "adds")] + [
-        ("epsilon", c_float),
-        ("multiplier", c_float),
-        ("weight", c_void_p),
-        ("in_", c_void_p),
-        ("in_stride", c_int64),
-        ("out", c_void_p),
-        ("out_stride", c_int64),
-    ]
+    _fields_ = _fields(
+        (c_int32, "kind form size num_parts adds"),
+        (c_float, "epsilon multiplier"),
+        (c_void_p, "weight in_"),
+        (c_int64, "in_stride"),
+        (c_void_p, "out"),
+        (c_int64, "out_stride"),
+    )
 
 
 class Product(ctypes.Structure):
     """Rows times a packed weight."""
 
-    _fields_ = [
-        (name, c_int32) for name in ("kind", "form", "num_outputs", "num_inputs", "epilogue", "activation")
-    ] + [
-        ("multiplier", c_float),
-        ("weight", c_void_p),
-        ("scales", c_void_p),
-        ("bias", c_void_p),
-        ("in_", c_void_p),
-        ("out", c_void_p),
-        ("out_stride", c_int64),
-    ]
+    _fields_ = _fields(
+        (c_int32, "kind form num_outputs num_inputs epilogue activation"),
+        (c_float, "multiplier"),
+        (c_void_p, "weight scales bias in_ out"),
+        (c_int64, "out_stride"),
+    )
 
 
 class Rotate(ctypes.Structure):
     """Rotation of queries and keys; keys and values go to the pages."""
 
-    _fields_ = [
-        (name, c_int32)
-        for name in ("kind", "form", "num_heads", "num_kv_heads", "head_size", "rotary_size", "group", "block_size")
-    ] + [(name, c_void_p) for name in ("cosines", "sines", "qkv", "queries", "pages")]
+    _fields_ = _fields(
+        (c_int32, "kind form num_heads num_kv_heads head_size rotary_size group block_size"),
+        (c_void_p, "cosines sines qkv queries pages"),
+    )
 
 
 class Attend(ctypes.Structure):
     """Rows over the keys up to their own."""
 
-    _fields_ = [
-        (name, c_int32)
-        for name in ("kind", "form", "num_heads", "num_kv_heads", "head_size", "window", "group", "block_size")
-    ] + [("scale", c_float), ("cap", c_float)] + [(name, c_void_p) for name in ("sinks", "queries", "pages", "out")]
+    _fields_ = _fields(
+        (c_int32, "kind form num_heads num_kv_heads head_size window group block_size"),
+        (c_float, "scale cap"),
+        (c_void_p, "sinks queries pages out"),
+    )
 
 
 class Cap(ctypes.Structure):
     """Division and a bound by tanh."""
 
-    _fields_ = [("kind", c_int32), ("size", c_int32), ("divisor", c_float), ("cap", c_float), ("rows", c_void_p)]
+    _fields_ = _fields((c_int32, "kind size"), (c_float, "divisor cap"), (c_void_p, "rows"))
 
 
 class Program:
@@ -195,59 +185,6 @@ class Team(NamedTuple):
     library: ctypes.CDLL
     num_threads: int
     spin_ns: int
-
-
-class PackedWeight:
-    """A weight `[num_outputs, num_inputs]` in panels of 32 outputs, padded with zeros; see operations.h."""
-
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, form: Form) -> None:
-        """Pack `weight`, and `bias [num_outputs]` beside it."""
-        self.form = form
-        self.num_outputs, num_inputs = weight.shape
-        missing = -self.num_outputs % PANEL
-        rows = F.pad(weight, (0, -num_inputs % INPUT_MULTIPLE, 0, missing))
-        self.num_inputs = rows.shape[1]
-        self.scales: torch.Tensor | None = None
-        if form is Form.INT4:
-            self.data = aligned(_int4(rows))
-        elif form is Form.INT8:
-            scales = rows.float().abs().amax(dim=1).div(127).clamp(min=torch.finfo(torch.float32).tiny)
-            whole = (rows.float() / scales[:, None]).round() + 128
-            self.scales = aligned(scales)
-            self.data = aligned(_panels(whole.to(torch.uint8), 4))
-        else:
-            self.data = aligned(_panels(rows.to(DTYPES[form]), 1 if form is Form.FLOAT32 else 2))
-        self.bias = None if bias is None else aligned(F.pad(bias.float(), (0, missing)))
-
-
-def _panels(rows: torch.Tensor, num_together: int) -> torch.Tensor:
-    """`[panels * 32, inputs]` → `[panels, inputs / num_together, 32, num_together]`."""
-    return rows.view(-1, PANEL, rows.shape[1] // num_together, num_together).transpose(1, 2)
-
-
-def _int4(rows: torch.Tensor) -> torch.Tensor:
-    """Return `rows [panels * 32, inputs]` as bytes `[panels, inputs / 32, 640]`, each group between its extremes."""
-    groups = rows.float().view(len(rows), -1, GROUP)
-    least = groups.amin(dim=2, keepdim=True).half()
-    factor = ((groups.amax(dim=2, keepdim=True) - least.float()) / 15).half()
-    whole = ((groups - least.float()) / factor.float().clamp(min=torch.finfo(torch.float16).tiny)).round().clamp(0, 15)
-    return _int4_panels(whole.to(torch.uint8), factor, least)
-
-
-def _int4_panels(numbers: torch.Tensor, factor: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
-    """Pack numbers of 0 to 15 `[rows, groups, 32]` with float16 `[rows, groups, 1]`."""
-    num_groups = numbers.shape[1]
-    halves = numbers.view(-1, PANEL, num_groups, 2, 4, 4)
-    both = halves[:, :, :, 0] | halves[:, :, :, 1] << 4
-    panels = both.permute(0, 2, 3, 1, 4).reshape(-1, num_groups, GROUP // 2 * PANEL)
-    parts = [part.view(-1, PANEL, num_groups).transpose(1, 2).contiguous().view(torch.uint8) for part in (factor, least)]
-    return torch.cat((panels, *parts), dim=2)
-
-
-def interleaved(gate_up: torch.Tensor) -> torch.Tensor:
-    """Return gate and up, one above the other in `[2 · inner, ...]`, in turns of 16 rows."""
-    halves = gate_up.view(2, -1, LANES, *gate_up.shape[1:])
-    return halves.transpose(0, 1).reshape(gate_up.shape)
 
 
 def aligned(values: torch.Tensor) -> torch.Tensor:

@@ -118,7 +118,9 @@ class ModelRunner:
         )
         progress("kv_pages", 0, 1)
         block_size = self._config.block_size
-        self._make_attention = partial(built.make_pages, spec, groups, shape.num_heads, num_blocks, block_size, built.kv_dtype)
+        self._make_attention = partial(
+            built.make_pages, spec, groups, shape.num_heads, num_blocks, block_size, built.kv_dtype
+        )
         self.attention = self._make_attention()
         self._model.use_attention(self.attention)
         progress("warm_up", 0, 1)

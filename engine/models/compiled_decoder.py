@@ -7,10 +7,9 @@ depends on its request alone, bit for bit: every operation keeps one order of su
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
 from engine.attention.compiled import CompiledPages
@@ -28,17 +27,16 @@ from engine.kernels.operations import (
     Form,
     Kind,
     Norm,
-    PackedWeight,
     Product,
     Program,
     Rotate,
     Step,
     Team,
     aligned,
-    interleaved,
     pointer,
     zeros,
 )
+from engine.kernels.weights import Int4, PackedWeight, interleaved
 from engine.models.decoder import Decoder, _Layer, _Norm
 from engine.models.decoder_config import DecoderConfig
 from engine.models.linear import Linear
@@ -65,6 +63,9 @@ def why_not(config: DecoderConfig, block_size: int, dtype: torch.dtype, *, is_qu
     return None
 
 
+T = TypeVar("T")
+
+
 class Forms(NamedTuple):
     """What weights of the layers, the head's, and keys and values are stored as."""
 
@@ -83,9 +84,18 @@ class CompiledDecoder:
         max_model_len: int,
         team: Team,
         forms: Forms,
-        progress: Callable[[int, int], None] = lambda done, total: None,
+        int4: Mapping[str, Int4] | None = None,
     ) -> None:
-        """Take the filled, unpacked weights out of `decoder`, layer by layer; steps have at most `max_rows` rows."""
+        """Take the filled, unpacked weights out of `decoder`, layer by layer.
+
+        Args:
+            decoder: Loses its layers.
+            max_rows: The most rows of a step.
+            max_model_len: The positions that can be rotated.
+            team: Runs the operations.
+            forms: What weights, keys and values are stored as.
+            int4: Weights that the checkpoint holds in 4 bits, by name: taken as they are where the form is INT4.
+        """
         self.config = decoder.config
         self._team = team
         self._forms = forms
@@ -95,7 +105,10 @@ class CompiledDecoder:
         self._hidden = self._room(config.hidden_size)
         self._normed = self._room(config.hidden_size)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self._qkv, self._queries = self._room(queries + 2 * keys), self._room(config.num_heads * forms.pages.query_bytes(config.head_dim), torch.uint8)
+        self._qkv, self._queries = (
+            self._room(queries + 2 * keys),
+            self._room(config.num_heads * forms.pages.query_bytes(config.head_dim), torch.uint8),
+        )
         self._attended = self._room(queries)
         self._gated = self._room(config.intermediate_size)
         self._output = self._room(config.hidden_size)
@@ -104,13 +117,14 @@ class CompiledDecoder:
         for rope in {rope for rope in config.ropes if rope}:
             rotary = RotaryEmbedding(rope, max_model_len, torch.float32)
             self._rotations[rope] = self._keep(aligned(rotary._cos)), self._keep(aligned(rotary._sin))
+        places = {name: tensor.data_ptr() for name, tensor in decoder.destinations().items()}
+        self._int4 = {places[name]: weight for name, weight in (int4 or {}).items() if name in places}
         self._embedding_form = Form.of("none", decoder._embedding.dtype)
         self._embedding = self._keep(aligned(decoder._embedding.to(DTYPES[self._embedding_form])))
         self._embedding_scale = decoder._embedding_scale
         self._layers = []
         for index in range(config.num_layers):
             self._layers.append(self._layer(index, decoder._layers.pop(0)))
-            progress(index + 1, config.num_layers)
         self._final_norm = self._norm(decoder._norm, self._hidden, self._normed, Form.FLOAT32)
         self._head = self._logits_program(decoder._head)
         self._program: Program
@@ -194,16 +208,7 @@ class CompiledDecoder:
         operations += self._added(layer._output, queries, norms[1])
         operations += [
             self._prepared(norms[2], self._hidden, config.hidden_size),
-            self._product(
-                Linear(
-                    interleaved(mlp._gate_up.weight),
-                    None if mlp._gate_up.bias is None else interleaved(mlp._gate_up.bias),
-                ),
-                config.hidden_size,
-                self._gated,
-                config.intermediate_size,
-                Epilogue.GATE,
-            ),
+            self._product(mlp._gate_up, config.hidden_size, self._gated, config.intermediate_size, Epilogue.GATE),
             self._prepared(None, self._gated, config.intermediate_size),
         ]
         return operations + self._added(mlp._down, config.intermediate_size, norms[3])
@@ -259,7 +264,13 @@ class CompiledDecoder:
         form: Form | None = None,
     ) -> Product:
         form = form or self._forms.layers
-        packed = self._keep(PackedWeight(linear.weight, linear.bias, form))
+        weight, bias, int4 = linear.weight, linear.bias, None
+        if form is Form.INT4:
+            int4 = self._stored_int4(weight)
+        if epilogue is Epilogue.GATE:
+            weight, bias = interleaved(weight), None if bias is None else interleaved(bias)
+            int4 = None if int4 is None else Int4(*map(interleaved, int4))
+        packed = self._keep(PackedWeight(weight, bias, form, int4))
         activation = ACTIVATIONS[self.config.activation]
         operation = Product(Kind.LINEAR, form, packed.num_outputs, packed.num_inputs, epilogue, activation)
         operation.multiplier = self.config.residual_multiplier
@@ -267,6 +278,17 @@ class CompiledDecoder:
         operation.bias, operation.in_ = pointer(packed.bias), pointer(self._input(num_inputs, form.of_inputs))
         operation.out, operation.out_stride = pointer(out), stride
         return operation
+
+    def _stored_int4(self, weight: torch.Tensor) -> Int4 | None:
+        """Return what the checkpoint holds in 4 bits of all rows of `weight`, which may be several of its tensors."""
+        parts, row = [], 0
+        while row < len(weight):
+            part = self._int4.get(weight[row].data_ptr())
+            if part is None:
+                return None
+            parts.append(part)
+            row += len(part.factor)
+        return Int4(*map(torch.cat, zip(*parts, strict=True)))
 
     def _logits_program(self, head: Linear) -> tuple[list[Any], Program]:
         hidden_size, vocab_size, form = self.config.hidden_size, self.config.vocab_size, self._forms.head
@@ -287,6 +309,6 @@ class CompiledDecoder:
     def _room(self, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return self._keep(zeros(self._max_rows * size, dtype))
 
-    def _keep(self, memory: Any) -> Any:
+    def _keep(self, memory: T) -> T:
         self._memory.append(memory)
         return memory

@@ -26,6 +26,7 @@ from engine.models.compiled_decoder import CompiledDecoder, Forms, why_not
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families import DECODERS
+from engine.models.gguf_blocks import stored_int4
 from engine.models.weights import EMBEDDING, HEAD, check_headers, load_weights, resolve_dtype, stores_other_head
 
 logger = logging.getLogger(__name__)
@@ -156,7 +157,7 @@ def build_model(folder: Path, config: EngineConfig, progress: Callable[[int, int
         shape = dataclasses.replace(shape, ties_embeddings=False)
     decoder = Decoder(shape, max_model_len, dtype)
     load_weights(folder, _destinations(folder, decoder), progress)
-    compiled = None if config.kernels == "torch" else _compiled(decoder, config, max_model_len, dtype)
+    compiled = None if config.kernels == "torch" else _compiled(folder, decoder, config, max_model_len, dtype)
     if compiled is not None:
         return compiled
     _refuse_other_pages(config, dtype)
@@ -164,7 +165,9 @@ def build_model(folder: Path, config: EngineConfig, progress: Callable[[int, int
     return BuiltModel(decoder, max_model_len, dtype, dtype)
 
 
-def _compiled(decoder: Decoder, config: EngineConfig, max_model_len: int, dtype: torch.dtype) -> BuiltModel | None:
+def _compiled(
+    folder: Path, decoder: Decoder, config: EngineConfig, max_model_len: int, dtype: torch.dtype
+) -> BuiltModel | None:
     """Return `decoder` on the operations in C; None, said in the log, where they cannot run it.
 
     Raises:
@@ -189,8 +192,13 @@ def _compiled(decoder: Decoder, config: EngineConfig, max_model_len: int, dtype:
     elif is_quantized:
         kv_dtype = torch.int8
     forms = Forms(Form.of(config.quantization, dtype), Form.of(head, dtype), Form.of_pages(kv_dtype))
-    model = CompiledDecoder(decoder, config.max_num_batched_tokens, max_model_len, team, forms)
-    logger.info("operations in C, layers %s, head %s, keys and values %s", *(form.name.lower() for form in forms))
+    int4 = stored_int4(folder) if Form.INT4 in forms else {}
+    model = CompiledDecoder(decoder, config.max_num_batched_tokens, max_model_len, team, forms, int4)
+    logger.info(
+        "operations in C, layers %s, head %s, keys and values %s; %d tensors already in int4",
+        *(form.name.lower() for form in forms),
+        len(int4),
+    )
     return BuiltModel(model, max_model_len, dtype, kv_dtype, CompiledPages)
 
 
@@ -199,8 +207,8 @@ def _refuse_other_pages(config: EngineConfig, dtype: torch.dtype) -> None:
     own = str(dtype).removeprefix("torch.")
     if config.kv_cache_dtype not in ("auto", own):
         raise ConfigError(
-            f"--kv-cache-dtype {config.kv_cache_dtype}: on torch's operations keys and values are of the weights' type, "
-            f"{own}: leave it out"
+            f"--kv-cache-dtype {config.kv_cache_dtype}: on torch's operations keys and values are of the weights' "
+            f"type, {own}: leave it out"
         )
     if config.head_quantization not in ("auto", "none"):
         raise ConfigError(f"--head-quantization {config.head_quantization} needs the operations in C: leave it out")

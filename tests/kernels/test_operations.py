@@ -19,16 +19,15 @@ from engine.kernels.operations import (
     Form,
     Kind,
     Norm,
-    PackedWeight,
     Product,
     Program,
     Step,
     Team,
     aligned,
-    interleaved,
     pointer,
     zeros,
 )
+from engine.kernels.weights import PackedWeight, interleaved
 
 torch.set_num_threads(1)
 MAX_ROWS = 64

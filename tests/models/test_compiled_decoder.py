@@ -1,4 +1,4 @@
-"""The decoder on operations in C: transformers' logits in float32, and in every form the same bits however rows come."""
+"""The decoder on operations in C: transformers' logits in float32; in every form the same bits however rows come."""
 
 from __future__ import annotations
 
