@@ -53,14 +53,14 @@ class Form(enum.IntEnum):
         return Form.INT8 if self is Form.INT4 else self
 
     def row_bytes(self, num_inputs: int) -> int:
-        """Return the bytes of a row of inputs, with its scales and sums."""
-        return {Form.FLOAT32: 4 * num_inputs, Form.BFLOAT16: 2 * num_inputs}.get(
-            self, num_inputs + num_inputs // GROUP * 8
-        )
+        """Return the bytes of a row of inputs of a product, with its scales and sums."""
+        quantized = num_inputs + num_inputs // GROUP * 12
+        return {Form.FLOAT32: 4 * num_inputs, Form.BFLOAT16: 2 * num_inputs}.get(self, quantized)
 
     def query_bytes(self, head_size: int) -> int:
         """Return the bytes of a query beside keys of this form."""
-        return self.row_bytes(head_size + (-head_size % GROUP if self is Form.INT8 else 0))
+        quantized = -(-head_size // GROUP) * (GROUP + 8)
+        return {Form.FLOAT32: 4 * head_size, Form.BFLOAT16: 2 * head_size}.get(self, quantized)
 
     def token_bytes(self, head_size: int) -> int:
         """Return the bytes that a token's key and value take in the pages of one head."""

@@ -24,9 +24,6 @@ static void run_operations(int thread, void *argument)
     program *p = argument;
     const step *s = p->step;
     const int num_threads = p->team.num_threads;
-#if defined(__AMX_BF16__)
-    amx_begin();
-#endif
     int64_t began = thread == 0 && s->times ? now_ns() : 0;
     for (int i = 0; i < p->num_operations; i++) {
         const void *operation = p->operations[i];

@@ -6,17 +6,13 @@
 #pragma once
 #include "operations.h"
 #include "simd.h"
-#if defined(__AMX_BF16__)
-#include <immintrin.h>
-#endif
 
-enum { PANEL = 32, VECTORS = PANEL / LANES };
+enum { PANEL = 32, VECTORS = PANEL / LANES, MOST_ROWS = 64 };
 #if defined(__AVX512F__)
 enum { TILE_ROWS = 12, QUANTIZED_ROWS = 6 }; /* as many sums as registers hold */
 #else
 enum { TILE_ROWS = 3, QUANTIZED_ROWS = 2 };
 #endif
-enum { AMX_ROWS = 16 };
 
 INLINE void tile_float32(const int n, const float *x, int num_inputs, const float *w, float *out)
 {
@@ -49,14 +45,16 @@ INLINE void tile_bfloat16(const int n, const uint16_t *x, int num_inputs, const 
 /* A row of quantized inputs. */
 typedef struct {
     const int8_t *bytes;
-    const float *scales, *sums;
+    const float *scales, *offsets, *products;
 } quantized_row;
+
+INLINE int64_t quantized_bytes(int num_inputs) { return num_inputs + num_inputs / GROUP * 12; }
 
 INLINE quantized_row quantized(const void *in, int64_t row, int num_inputs)
 {
-    const int8_t *bytes = (const int8_t *)in + row * (num_inputs + num_inputs / GROUP * 8);
+    const int8_t *bytes = (const int8_t *)in + row * quantized_bytes(num_inputs);
     const float *scales = (const float *)(bytes + num_inputs);
-    return (quantized_row){bytes, scales, scales + num_inputs / GROUP};
+    return (quantized_row){bytes, scales, scales + num_inputs / GROUP, scales + num_inputs / GROUP * 2};
 }
 
 INLINE void tile_int8(const int n, const void *in, int64_t row, int num_inputs, const uint8_t *w, const float *scales,
@@ -70,7 +68,7 @@ INLINE void tile_int8(const int n, const void *in, int64_t row, int num_inputs, 
             ints dots[VECTORS] = {};
             UNROLL for (int k = 0; k < GROUP; k += 4) UNROLL for (int v = 0; v < VECTORS; v++)
                 dots[v] = dot_bytes(dots[v], load_words(w + k * PANEL + 4 * v * LANES), load_word(x.bytes + group * GROUP + k));
-            floats offset = all(128.f * x.sums[group]), scale = all(x.scales[group]);
+            floats offset = all(x.offsets[group]), scale = all(x.scales[group]);
             UNROLL for (int v = 0; v < VECTORS; v++)
                 sums[m][v] = fused(__builtin_convertvector(dots[v], floats) - offset, scale, sums[m][v]);
         }
@@ -104,7 +102,7 @@ INLINE void tile_int4(const int n, const void *in, int64_t row, int num_inputs, 
                 }
                 float scale = x.scales[group];
                 sums[m][v] = fused(__builtin_convertvector(dots, floats) * scale, factor, sums[m][v]);
-                sums[m][v] = fused(offset, all(scale * x.sums[group]), sums[m][v]);
+                sums[m][v] = fused(offset, all(x.products[group]), sums[m][v]);
             }
         }
     }
@@ -159,52 +157,7 @@ INLINE int64_t panel_bytes(int form, int num_inputs)
     }
 }
 
-#if defined(__AMX_BF16__)
-typedef struct { uint8_t palette, start_row, reserved[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } tile_config;
-
-static void amx_begin(void)
-{
-    tile_config config = {.palette = 1};
-    for (int tile = 0; tile < 8; tile++) {
-        config.row_bytes[tile] = 64;
-        config.rows[tile] = AMX_ROWS;
-    }
-    _tile_loadconfig(&config);
-}
-
-/* 16 or 32 rows of which fewer may count: the others are read, for inputs have room for whole tiles, and dropped. */
-static void amx_rows(int n, const uint16_t *x, int num_inputs, const uint16_t *w, float *out)
-{
-    const int64_t x_bytes = (int64_t)num_inputs * 2, w_bytes = PANEL * 4;
-    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
-    if (n <= AMX_ROWS) {
-        for (int k = 0; k < num_inputs; k += 32, w += 32 * PANEL) {
-            for (int line = 0; line < 32; line++) _mm_prefetch((const char *)w + 8192 + 64 * line, _MM_HINT_T0);
-            _tile_loadd(4, x + k, x_bytes);
-            _tile_loadd(6, w, w_bytes);
-            _tile_loadd(7, w + PANEL, w_bytes);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-        }
-    } else {
-        for (int k = 0; k < num_inputs; k += 32, w += 32 * PANEL) {
-            for (int line = 0; line < 32; line++) _mm_prefetch((const char *)w + 8192 + 64 * line, _MM_HINT_T0);
-            _tile_loadd(4, x + k, x_bytes);
-            _tile_loadd(5, x + k + (int64_t)AMX_ROWS * num_inputs, x_bytes);
-            _tile_loadd(6, w, w_bytes);
-            _tile_loadd(7, w + PANEL, w_bytes);
-            _tile_dpbf16ps(0, 4, 6);
-            _tile_dpbf16ps(1, 4, 7);
-            _tile_dpbf16ps(2, 5, 6);
-            _tile_dpbf16ps(3, 5, 7);
-        }
-        _tile_stored(2, out + AMX_ROWS * PANEL, PANEL * 4);
-        _tile_stored(3, out + AMX_ROWS * PANEL + 16, PANEL * 4);
-    }
-    _tile_stored(0, out, PANEL * 4);
-    _tile_stored(1, out + 16, PANEL * 4);
-}
-#endif
+#include "amx.h"
 
 INLINE floats activate(int activation, floats x)
 {
@@ -233,22 +186,34 @@ INLINE void finish(const linear_operation *op, int64_t row, int panel, float *su
     }
 }
 
+/* How many rows are multiplied at once, at most. */
+INLINE int rows_at_once(int form, int64_t num_rows)
+{
+#if defined(__AMX_BF16__)
+    if (form == BFLOAT16) return AMX_BFLOAT16_ROWS;
+    if (form >= INT8 && num_rows > FEW_ROWS) return AMX_QUANTIZED_ROWS;
+#endif
+    (void)num_rows;
+    return form >= INT8 ? QUANTIZED_ROWS : TILE_ROWS;
+}
+
 static void linear(const linear_operation *op, int64_t num_rows, int thread, int num_threads)
 {
     const int64_t num_panels = (op->num_outputs + PANEL - 1) / PANEL;
-    int most = op->form >= INT8 ? QUANTIZED_ROWS : TILE_ROWS;
+    const int most = rows_at_once(op->form, num_rows);
+    const int64_t num_tiles = (num_rows + most - 1) / most;
+    _Alignas(64) float sums[MOST_ROWS * PANEL];
 #if defined(__AMX_BF16__)
-    if (op->form == BFLOAT16) most = 2 * AMX_ROWS;
+    amx_begin(op->form);
 #endif
-    _Alignas(64) float sums[(TILE_ROWS > 2 * AMX_ROWS ? TILE_ROWS : 2 * AMX_ROWS) * PANEL];
     for (int64_t panel = num_panels * thread / num_threads; panel < num_panels * (thread + 1) / num_threads; panel++) {
         const char *w = (const char *)op->weight + panel * panel_bytes(op->form, op->num_inputs);
-        int64_t num_tiles = (num_rows + most - 1) / most;
         for (int64_t i = 0, row = 0, end; i < num_tiles; i++, row = end) {
 #if defined(__AMX_BF16__)
-            if (op->form == BFLOAT16) {
+            if (most > TILE_ROWS) {
                 end = row + most < num_rows ? row + most : num_rows;
-                amx_rows(end - row, (const uint16_t *)op->in + row * op->num_inputs, op->num_inputs, (const uint16_t *)w, sums);
+                if (op->form == BFLOAT16) amx_bfloat16(op, row, end - row, (const uint16_t *)w, sums);
+                else amx_quantized(op, row, end - row, (const uint8_t *)w, panel, sums);
             } else
 #endif
             {

@@ -47,8 +47,8 @@ typedef struct {
  *     INT4      [panels][inputs / 32] of bytes [4][32][4], inputs 0 to 15 of the group in their low halves and 16 to 31
  *               in their high ones, then float16 factor[32] and least[32]: number times factor plus least
  *
- * A row of INT8 inputs has inputs bytes, then for each group of 32 a float32 scale, then for each the sum of its bytes,
- * as float32. Products are summed exactly within a group, and groups in order. */
+ * A row of INT8 inputs has inputs bytes, then for each group of 32 a float32 scale, then for each the sum of its bytes
+ * times 128, then for each that sum times the scale. Products are summed exactly within a group, and groups in order. */
 typedef struct {
     int32_t kind, form, num_outputs, num_inputs, epilogue, activation;
     float multiplier;

@@ -23,14 +23,18 @@ INLINE floats normalized(const norm_operation *op, const float *in, int i, float
 /* Bring one row into whole numbers times a scale for each group; see linear_operation. */
 INLINE void quantize(const norm_operation *op, const float *in, floats factor, int8_t *out)
 {
-    float *scales = (float *)(out + op->out_stride), *sums = scales + op->out_stride / GROUP;
+    const int64_t num_groups = op->out_stride / GROUP;
+    float *scales = (float *)(out + op->out_stride), sum;
     for (int first = 0; first < op->size; first += GROUP) {
         floats v[GROUP / LANES];
         for (int part = 0; part < GROUP / LANES; part++) {
             int i = first + part * LANES;
             v[part] = i < op->size ? normalized(op, in, i, factor) : all(0.f);
         }
-        quantize_group(v, GROUP / LANES, out + first, scales++, sums++);
+        quantize_group(v, GROUP / LANES, out + first, scales, &sum);
+        scales[num_groups] = sum * 128.f;
+        scales[num_groups * 2] = sum * *scales;
+        scales++;
     }
 }
 
@@ -46,7 +50,7 @@ static void norm(const norm_operation *op, int64_t row)
             factor = all(1.f / sqrtf(sum_of(squares) / (float)op->size + op->epsilon));
         }
         if (op->form == INT8) {
-            quantize(op, in, factor, (int8_t *)op->out + row * (op->out_stride + op->out_stride / GROUP * 8));
+            quantize(op, in, factor, (int8_t *)op->out + row * (op->out_stride + op->out_stride / GROUP * 12));
             continue;
         }
         for (int i = 0; i < op->size; i += LANES) {
