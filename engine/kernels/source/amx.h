@@ -6,6 +6,7 @@
 #if defined(__AMX_BF16__)
 enum { AMX_ROWS = 16, AMX_BFLOAT16_ROWS = 32, AMX_QUANTIZED_ROWS = 64, FEW_ROWS = 4, CHUNK = 32 };
 enum { PREFETCHED_BYTES = 8192 }; /* how far ahead */
+enum { AHEAD = 1 };                /* groups that are multiplied before one is scaled: stores take their time */
 
 typedef struct { uint8_t palette, start_row, reserved[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } tile_config;
 
@@ -52,32 +53,30 @@ INLINE void amx_groups(const int form, const linear_operation *op, int64_t row, 
 {
     const int num_inputs = op->num_inputs;
     const int64_t x_bytes = quantized_bytes(num_inputs);
-    _Alignas(64) int32_t dots[2][AMX_ROWS][16];
+    _Alignas(64) int32_t dots[AHEAD + 1][AMX_ROWS][16];
     floats all_sums[AMX_ROWS];
     UNROLL for (int m = 0; m < AMX_ROWS; m++) all_sums[m] = load(sums + m * PANEL);
     quantized_row x = quantized(op->in, row, num_inputs);
-    for (int i = 0; i < num_groups; i++, w += GROUP * PANEL, scales += INT4_BYTES) {
-        const int group = first_group + i;
-        _tile_loadd(4, x.bytes + group * GROUP, x_bytes);
-        _tile_loadd(6, w, PANEL * 4);
-        if (i % 2) {
-            _tile_zero(1);
-            _tile_dpbsud(1, 4, 6);
-            _tile_stored(1, dots[1], 64);
-        } else {
+    for (int i = 0; i < num_groups + AHEAD; i++) {
+        if (i < num_groups) {
+            _tile_loadd(4, x.bytes + (first_group + i) * GROUP, x_bytes);
+            _tile_loadd(6, w + i * GROUP * PANEL, PANEL * 4);
             _tile_zero(0);
             _tile_dpbsud(0, 4, 6);
-            _tile_stored(0, dots[0], 64);
+            _tile_stored(0, dots[i % (AHEAD + 1)], 64);
         }
+        if (i < AHEAD) continue;
+        const int group = first_group + i - AHEAD;
+        const int32_t(*of_group)[16] = dots[(i - AHEAD) % (AHEAD + 1)];
         floats factor = all(0.f), least = all(0.f);
         if (form == INT4) {
-            factor = widen_float16((const uint16_t *)scales);
-            least = widen_float16((const uint16_t *)scales + PANEL);
+            factor = widen_float16((const uint16_t *)(scales + (i - AHEAD) * INT4_BYTES));
+            least = widen_float16((const uint16_t *)(scales + (i - AHEAD) * INT4_BYTES) + PANEL);
         }
         UNROLL for (int m = 0; m < AMX_ROWS; m++) {
             const float *of_row = (const float *)((const char *)x.scales + m * x_bytes) + group;
             ints whole;
-            memcpy(&whole, dots[i % 2][m], sizeof whole);
+            memcpy(&whole, of_group[m], sizeof whole);
             floats dot = __builtin_convertvector(whole, floats);
             if (form == INT8) {
                 all_sums[m] = fused(dot - all(of_row[num_inputs / GROUP]), all(*of_row), all_sums[m]);

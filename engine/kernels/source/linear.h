@@ -63,14 +63,17 @@ INLINE void tile_int8(const int n, const void *in, int64_t row, int num_inputs, 
     floats sums[TILE_ROWS][VECTORS];
     UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) sums[m][v] = all(0.f);
     for (int group = 0; group < num_inputs / GROUP; group++, w += GROUP * PANEL) {
-        UNROLL for (int m = 0; m < n; m++) {
-            quantized_row x = quantized(in, row + m, num_inputs);
-            ints dots[VECTORS] = {};
-            UNROLL for (int k = 0; k < GROUP; k += 4) UNROLL for (int v = 0; v < VECTORS; v++)
-                dots[v] = dot_bytes(dots[v], load_words(w + k * PANEL + 4 * v * LANES), load_word(x.bytes + group * GROUP + k));
-            floats offset = all(x.offsets[group]), scale = all(x.scales[group]);
-            UNROLL for (int v = 0; v < VECTORS; v++)
-                sums[m][v] = fused(__builtin_convertvector(dots[v], floats) - offset, scale, sums[m][v]);
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            words weights[GROUP / 4];
+            UNROLL for (int k = 0; k < GROUP / 4; k++) weights[k] = load_words(w + 4 * k * PANEL + 4 * v * LANES);
+            UNROLL for (int m = 0; m < n; m++) {
+                quantized_row x = quantized(in, row + m, num_inputs);
+                ints dots = {};
+                UNROLL for (int k = 0; k < GROUP / 4; k++)
+                    dots = dot_bytes(dots, weights[k], load_word(x.bytes + group * GROUP + 4 * k));
+                floats dot = __builtin_convertvector(dots, floats) - all(x.offsets[group]);
+                sums[m][v] = fused(dot, all(x.scales[group]), sums[m][v]);
+            }
         }
     }
     UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) 
