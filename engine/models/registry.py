@@ -97,10 +97,28 @@ def decoder_config(raw: dict[str, Any]) -> DecoderConfig:
         UnsupportedModel: The architecture is not one of `DECODERS`, or asks for what is not built.
         CheckpointError: A number in it is missing or makes no sense.
     """
-    architectures = raw.get("architectures") or []
-    for architecture in architectures:
-        if architecture in DECODERS:
-            return DecoderConfig.of(raw, DECODERS[architecture])
+    return DecoderConfig.of(raw, DECODERS[own_architecture(raw)])
+
+
+def own_architecture(raw: dict[str, Any]) -> str:
+    """Return which of the architectures that a config.json names our own decoder has.
+
+    What is left out of a config.json is a matter of its model_type, and several have one architecture with defaults of
+    their own: transformers goes by the model_type alone.
+
+    Raises:
+        UnsupportedModel: It has none of them, or not with this model_type.
+    """
+    architectures, model_type = raw.get("architectures") or [], raw.get("model_type")
+    known = [architecture for architecture in architectures if architecture in DECODERS]
+    for architecture in known:
+        if model_type in (None, DECODERS[architecture].model_type):
+            return str(architecture)
+    if known:
+        raise UnsupportedModel(
+            f"config.json names {known[0]} with model_type {model_type!r}, whose defaults are others than those that "
+            f"our own decoder has for it: {DECODERS[known[0]].model_type!r}"
+        )
     named = ", ".join(map(str, architectures)) or "no architecture at all"
     code = "; it asks for code of its own (auto_map), which is never executed" if raw.get("auto_map") else ""
     raise UnsupportedModel(f"config.json names {named}; our own decoder runs {', '.join(sorted(DECODERS))}{code}")

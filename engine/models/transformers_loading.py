@@ -74,7 +74,7 @@ def open_config(folder: Path, raw: dict[str, Any]) -> PretrainedConfig:
         size = vars(text).get(text.attribute_map.get(name, name))
         if isinstance(size, int) and size < 1:
             raise CheckpointError(f"config.json: {name} must be above 0, got {size}")
-    if runs not in named:
+    if not {runs, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(raw["model_type"])}.intersection(named):
         raise UnsupportedModel(f"config.json names {named}, but its model_type is one of {runs}")
     return config
 
