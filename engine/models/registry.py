@@ -26,8 +26,15 @@ logger = logging.getLogger(__name__)
 
 
 class Verdict(NamedTuple):
-    """What would run a model, in words, and its longest context; None where config.json names none."""
+    """What would run a model.
 
+    Attributes:
+        architecture: The one of those that config.json names which is taken.
+        implementation: Of it, in words.
+        max_positions: The longest context; None where config.json names none.
+    """
+
+    architecture: str
     implementation: str
     max_positions: int | None
 
@@ -57,11 +64,12 @@ def choose(raw: dict[str, Any], folder: Path | None, progress: Callable[[int, in
                 transformers_loading.check(folder, settings)
                 transformers_loading.check_tensors(folder, settings)
             implementation = transformers_loading.foretell(settings, progress)
-            return Verdict(implementation, transformers_loading.max_positions(settings))
+            architecture = transformers_loading.architecture_of(settings)
+            return Verdict(architecture, implementation, transformers_loading.max_positions(settings))
     if folder is not None:
         resolve_dtype("auto", raw, folder)
         _check_files(folder, shape)
-    return Verdict("the own decoder", shape.max_positions)
+    return Verdict(own_architecture(raw), "the own decoder", shape.max_positions)
 
 
 def _check_files(folder: Path, shape: DecoderConfig) -> None:

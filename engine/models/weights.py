@@ -34,7 +34,7 @@ def resolve_dtype(asked: str, config: dict[str, Any], folder: Path) -> torch.dty
         return DTYPES[asked]
     name = config.get("dtype") or config.get("torch_dtype") or _first_stored_dtype(folder)
     if name not in DTYPES:
-        raise UnsupportedModel(f"{folder} has weights of type {name!r}: ask for --dtype {', '.join(DTYPES)}")
+        raise UnsupportedModel(f"{folder} has weights of type {name!r}: give --dtype {' or '.join(DTYPES)}")
     return DTYPES[name]
 
 

@@ -102,6 +102,42 @@ def test_sizes_that_the_files_do_not_hold_are_refused_before_anything_is_allocat
     refused(folder, CheckpointError, words)
 
 
+def test_the_architecture_that_is_taken_is_the_one_that_is_named(folder: Path, tmp_path: Path) -> None:
+    configure(folder, architectures=["NovelForCausalLM", "LlamaForCausalLM"])
+    assert "LlamaForCausalLM, the own decoder runs it" in check(str(folder), quiet)
+    describe(tmp_path, "gpt2", n_layer=2)
+    configure(tmp_path, architectures=["NovelForCausalLM", "GPT2LMHeadModel"])
+    assert "GPT2LMHeadModel, transformers' model, which passes" in check(str(tmp_path), quiet)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "weights not downloaded"),
+        ({"b"}, "weights downloaded in part, without a.safetensors, c.safetensors"),
+        ({"a", "b", "c"}, r"0 MB in 3 files"),
+    ],
+)
+def test_of_a_model_of_the_hub_it_is_said_how_much_is_downloaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: set[str], said: str
+) -> None:
+    repository, commit = tmp_path / "hub" / "models--org--part", "c" * 40
+    snapshot = repository / "snapshots" / commit
+    shutil.copytree(folder, snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    tensors = load_file(snapshot / "model.safetensors")
+    (snapshot / "model.safetensors").unlink()
+    shards = {name: "abc"[number % 3] for number, name in enumerate(tensors)}
+    index = {"weight_map": {name: f"{shard}.safetensors" for name, shard in shards.items()}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    for file in files:
+        held = {name: tensor for name, tensor in tensors.items() if shards[name] == file}
+        save_file(held, snapshot / f"{file}.safetensors")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert re.search(f"LlamaForCausalLM, the own decoder runs it; .*, {said}, vocabulary 1", check("org/part", quiet))
+
+
 def test_a_quantized_checkpoint_is_refused(folder: Path) -> None:
     configure(folder, quantization_config={"quant_method": "gptq"})
     refused(folder, UnsupportedModel, "quantized checkpoints are not supported")

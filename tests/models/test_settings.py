@@ -248,3 +248,21 @@ def test_a_mistral_with_layer_types_is_a_ministral_as_in_transformers(tmp_path: 
     raw = config_of("MistralForCausalLM", {"layer_types": KINDS * 2})
     assert decoder_config(raw).windows == (5, None, 5, None)
     compare(raw, tmp_path / "mixed")
+
+
+@pytest.mark.parametrize(
+    ("architecture", "changes"),
+    [
+        ("Gemma2ForCausalLM", {"sliding_window_pattern": 3}),
+        ("Olmo3ForCausalLM", {"sliding_window_pattern": 3}),
+        ("Olmo3ForCausalLM", {"rope_local_base_freq": 33.0}),
+        ("Olmo3ForCausalLM", {"rope_scaling": OLD_LINEAR}),
+        ("Gemma3ForCausalLM", {"rope_scaling": OLD_LINEAR}),
+        ("MinistralForCausalLM", {"max_window_layers": 2}),
+        ("MixtralForCausalLM", {"moe_intermediate_size": 20}),
+        ("LlamaForCausalLM", {"rope_scaling": YARN | LONG}),
+    ],
+)
+def test_what_other_families_read_is_not_heard(tmp_path: Path, architecture: str, changes: dict[str, Any]) -> None:
+    assert is_taken(architecture, changes)
+    compare(config_of(architecture, changes), tmp_path / "one")

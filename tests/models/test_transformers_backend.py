@@ -389,6 +389,30 @@ def test_what_transformers_does_not_have_is_refused_by_name(
         build(folder, model_impl="transformers")
 
 
+@pytest.mark.parametrize(("model_type", "spelled"), [("phimoe", "PhiMoEForCausalLM"), ("gpt2", "GPT2LMHEADModel")])
+def test_an_architecture_may_be_spelled_otherwise(
+    draw_model: Any, tmp_path: Path, model_type: str, spelled: str
+) -> None:
+    model = draw_model(model_type)
+    model.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text()) | {"architectures": [spelled]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert isinstance(build(tmp_path).model, TransformersModel)
+    assert choose(raw, None, quiet).architecture == type(model).__name__ != spelled
+
+
+@pytest.mark.parametrize("size", [0, -5])
+@pytest.mark.parametrize("folder", ["gpt2_folder", "llama_folder"])
+def test_a_longest_context_of_nothing_is_refused_with_the_value(
+    request: pytest.FixtureRequest, tmp_path: Path, folder: str, size: int
+) -> None:
+    key = "n_positions" if folder == "gpt2_folder" else "max_position_embeddings"
+    changed = copy_of(request.getfixturevalue(folder), tmp_path, lambda raw, tensors: raw.update({key: size}))
+    for refuse in (build, lambda folder: choose(read_config(folder), folder, quiet)):
+        with pytest.raises(CheckpointError, match=f"max_position_embeddings must be above 0, got {size}"):
+            refuse(changed)
+
+
 def test_code_in_a_folder_is_never_run(gpt2_folder: Path, tmp_path: Path) -> None:
     def add_code(raw: dict[str, Any], tensors: dict[str, torch.Tensor]) -> None:
         raw["auto_map"] = {"AutoConfig": "novel.Config", "AutoModelForCausalLM": "novel.Novel"}
@@ -481,7 +505,7 @@ def test_weights_are_loaded_in_the_calling_thread(gpt2_folder: Path, monkeypatch
 
 def test_what_would_run_a_model_is_said_without_its_weights() -> None:
     gpt2 = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}
-    assert choose(gpt2, None, quiet) == ("transformers' model, which passes the guard,", 1024)
+    assert choose(gpt2, None, quiet) == ("GPT2LMHeadModel", "transformers' model, which passes the guard,", 1024)
     words = "^transformers .* has no causal language model NovelForCausalLM. Our own decoder"
     with pytest.raises(UnsupportedModel, match=words):
         choose({"architectures": ["NovelForCausalLM"]}, None, quiet)
