@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from engine.models.guard import are_equal, inspect, tolerance
@@ -58,7 +59,8 @@ def judge(config: PretrainedConfig, max_positions: int, progress: Callable[[int,
         module = draw(config)
         progress(1, 2)
         module.set_attn_implementation(ATTENTION_NAME)
-        inspect(Body(module), max_positions)
+        with _WideSoftmax() if module.dtype == torch.float64 else contextlib.nullcontext():
+            inspect(Body(module), max_positions)
         progress(2, 2)
 
 
@@ -93,10 +95,24 @@ def _drawn(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     torch.manual_seed(0)
     loader: Any = transformers.AutoModelForCausalLM
     module: PreTrainedModel = loader.from_config(copy.deepcopy(config), attn_implementation="eager", dtype=dtype).eval()
+    if dtype == torch.float64:
+        module.set_experts_implementation("eager")  # the library's grouped products have no such type
     for parameter in module.parameters():
         spread = _MATRIX_SPREAD * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else _VECTOR_SPREAD
         parameter.add_(torch.randn_like(parameter), alpha=spread)
     return module
+
+
+class _WideSoftmax(TorchFunctionMode):
+    """Softmax in float64 where float32 is asked for: its sums would round by the number of keys."""
+
+    def __torch_function__(
+        self, function: Any, _types: Any, arguments: Sequence[Any] = (), keywords: Any = None
+    ) -> Any:
+        keywords = keywords or {}
+        if keywords.get("dtype") is torch.float32 and function.__name__ == "softmax":
+            keywords = keywords | {"dtype": torch.float64}
+        return function(*arguments, **keywords)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,7 @@ from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError, ModelError, UnsupportedModel
 from engine.models import DEFAULT, transformers_loading
 from engine.models.check import check
+from engine.models.likeness import draw
 from engine.models.registry import build_model
 
 Tensors = dict[str, torch.Tensor]
@@ -209,6 +210,12 @@ def test_what_runs_through_transformers_is_known_from_its_configuration_alone(tm
     assert "transformers' model, which passes the guard, runs it; context " in said
     assert said.endswith("no *.safetensors file here")
     assert calls == [("guard", 0, 2), ("guard", 1, 2), ("guard", 2, 2)]
+
+
+def test_what_magnifies_rounding_where_it_has_many_layers_is_known_too(tmp_path: Path) -> None:
+    config = describe(tmp_path, "gemma4_text", num_hidden_layers=30, head_dim=32)
+    assert draw(config).dtype == torch.float64
+    assert "transformers' model, which passes the guard, runs it" in check(str(tmp_path), quiet)
 
 
 @pytest.mark.parametrize(
