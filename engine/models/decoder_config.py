@@ -72,6 +72,11 @@ class DecoderConfig:
     logits_divisor: float
     logits_softcap: float | None
 
+    @property
+    def rotary_dims(self) -> tuple[int, ...]:
+        """The dimensions that each way to rotate rotates."""
+        return tuple(rope.dim for rope in set(self.ropes) if rope is not None)
+
     @classmethod
     def of(cls, config: dict[str, Any], traits: DecoderTraits) -> DecoderConfig:
         """Read the content of a config.json.

@@ -16,11 +16,11 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError, ModelError, UnsupportedModel
 from engine.models.base import Model
-from engine.models.checkpoint import read_config, stored_tensors
+from engine.models.checkpoint import EMBEDDING, HEAD, read_config, stored_tensors
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families import DECODERS
-from engine.models.weights import EMBEDDING, HEAD, check_headers, load_weights, resolve_dtype, stores_other_head
+from engine.models.weights import check_headers, load_weights, resolve_dtype, stores_other_head
 
 logger = logging.getLogger(__name__)
 
@@ -130,6 +130,19 @@ def own_architecture(raw: dict[str, Any]) -> str:
     named = ", ".join(map(str, architectures)) or "no architecture at all"
     code = "; it asks for code of its own (auto_map), which is never executed" if raw.get("auto_map") else ""
     raise UnsupportedModel(f"config.json names {named}; our own decoder runs {', '.join(sorted(DECODERS))}{code}")
+
+
+def own_shape(folder: Path, config: EngineConfig) -> DecoderConfig | None:
+    """Return the shape of our own decoder where `build_model` will take it for `folder`, else None.
+
+    Raises:
+        CheckpointError: config.json is missing or no JSON object.
+    """
+    raw = read_config(folder)
+    try:
+        return None if config.model_impl == "transformers" else decoder_config(raw)
+    except ModelError:
+        return None
 
 
 class BuiltModel(NamedTuple):

@@ -11,7 +11,6 @@ import copy
 import logging
 import math
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.errors import CheckpointError, UnsupportedModel
-from engine.models.checkpoint import MAX_LAYERS, stored_tensors, weight_files
+from engine.models.checkpoint import MASKS, MAX_LAYERS, NEVER_READ, stored_tensors, weight_files
 from engine.models.guard import inspect, strange_layer_types
 from engine.models.likeness import NoLikeness, judge, silence
 from engine.models.transformers_backend import ATTENTION_NAME, Body, TransformersModel
-from engine.models.weights import NEVER_READ, name_faults, refuse_stored_type
+from engine.models.weights import name_faults, refuse_stored_type
 
 logger = logging.getLogger(__name__)
 transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -37,8 +36,6 @@ _ARCHITECTURES = frozenset(name.casefold() for name in MODEL_FOR_CAUSAL_LM_MAPPI
 _POSITIVE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
 _MAX_UNSTORED = 2
 """The most numbers that a model has for each that is stored: some compute tables, which are parameters to them."""
-_MASKS = re.compile(rf"{NEVER_READ.pattern}|(^|\.)position_ids$|(^|\.)(attn|attention)\.(masked_)?bias$")
-"""Names of tables that old checkpoints have beside the weights, as numbers of any kind."""
 _UNNAMED_POSITIONS = 128
 """Of a model that names no longest context: any number is as good."""
 
@@ -131,7 +128,7 @@ def check(folder: Path, config: PretrainedConfig) -> None:
     refuse_strange_layers(config)
     num_stored = num_tensors = 0
     for tensor in stored_tensors(folder):
-        if not _MASKS.search(tensor.name):
+        if not MASKS.search(tensor.name):
             refuse_stored_type(folder, tensor)
         num_stored += math.prod(tensor.shape)
         num_tensors += 1
