@@ -176,7 +176,7 @@ REFUSED = {
     "rwkv": ({"num_hidden_layers": 4}, "call a layer"),
     "falcon": ({"alibi": True}, "call a layer"),
     "mpt": ({"n_layers": 4}, "call a layer"),
-    "laguna": ({"per_layer_config": {"1": {"sliding_window": 3}}}, "windows"),
+    "laguna": ({"num_hidden_layers": 4, "per_layer_config": {"1": {"sliding_window": 3}}}, "windows"),
     "roberta": ({"is_decoder": True}, "eager"),
     "doge": ({"num_hidden_layers": 4, "num_experts": 64}, "eager"),
 }
@@ -213,8 +213,9 @@ def test_what_runs_through_transformers_is_known_from_its_configuration_alone(tm
 
 
 def test_what_magnifies_rounding_where_it_has_many_layers_is_known_too(tmp_path: Path) -> None:
-    config = describe(tmp_path, "gemma4_text", num_hidden_layers=30, head_dim=32)
-    assert draw(config).dtype == torch.float64
+    heads = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    config = describe(tmp_path, "gemma3n_text", intermediate_size=64, hidden_size_per_layer_input=16, **heads)
+    assert (draw(config).dtype, config.num_hidden_layers, config.num_kv_shared_layers) == (torch.float64, 35, 15)
     assert "transformers' model, which passes the guard, runs it" in check(str(tmp_path), quiet)
 
 

@@ -85,6 +85,14 @@ def test_a_likeness_that_magnifies_rounding_is_drawn_in_float64_and_judged_as_ot
         judge(wrong, 64, quiet)
 
 
+@pytest.mark.parametrize("softmax", [torch.softmax, torch.nn.functional.softmax])
+def test_what_is_judged_in_float64_is_so_within_softmax_too(softmax: Any) -> None:
+    scores = torch.randn(3, 5, dtype=torch.float64)
+    with likeness._WideSoftmax():
+        found = softmax(scores, dim=-1, dtype=torch.float32)
+    assert torch.equal(found, scores.softmax(-1))
+
+
 def test_a_likeness_that_magnifies_rounding_in_float64_too_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(likeness, "are_equal", lambda *_: False)
     with pytest.raises(NoLikeness, match="magnifies what rounding does"):
