@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 EXAMPLES = Path("tests/fuzz/examples")
 """Where failures found are kept, as tests, when run from the project's folder."""
@@ -24,6 +24,9 @@ LINE_LENGTH = 120
 def choose(*values: Any) -> Any:
     """A field of a `Drawn`: one of `values`, the plainest first; one listed twice is drawn twice as often."""
     return field(default=values[0], metadata={"values": values})
+
+
+AnyDrawn = TypeVar("AnyDrawn", bound="Drawn")
 
 
 class Drawn:
@@ -39,13 +42,13 @@ class Drawn:
     def draw(cls, draw: random.Random) -> Self:
         """Draw one."""
         number = draw.random
-        return cls._made(*[values[int(number() * len(values))] for _, values in cls.choices()])
+        return _made(cls, *[values[int(number() * count)] for values, count in cls._counted()])
 
     @classmethod
-    @functools.lru_cache(maxsize=4096)
-    def _made(cls, *values: Any) -> Self:
-        """Make one of these values; equal ones are one object, which nobody can change."""
-        return cls(*values)
+    @functools.cache
+    def _counted(cls) -> tuple[tuple[tuple[Any, ...], int], ...]:
+        """Return each field's values and how many they are."""
+        return tuple((values, len(values)) for _, values in cls.choices())
 
     def given(self) -> dict[str, Any]:
         """Return the fields that differ from their plainest value."""
@@ -53,6 +56,12 @@ class Drawn:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(_arguments(self))})"
+
+
+@functools.lru_cache(maxsize=4096)
+def _made(kind: type[AnyDrawn], *values: Any) -> AnyDrawn:
+    """Make one of these values; equal ones are one object, which nobody can change."""
+    return kind(*values)
 
 
 class Operation(Drawn):

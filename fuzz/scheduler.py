@@ -413,12 +413,11 @@ class Simulation:
         """
         driver = self.driver
         more = self._more_tokens(launched.plan, num_more) if num_more else None
-        sessions = {request.request_id for request in driver.live_requests if request.session is not None}
         numbers = {
             row.request_id: len(driver.completions[row.request_id].token_ids)
             for row, (owner, _, _) in zip(launched.plan.requests, launched.reads, strict=True)
             if row.samples and driver.is_live(owner) and row.request_id not in guilty
-            if row.request_id not in sessions  # the end of a turn makes its further rows void
+            if not owner.extras  # the end of a session's turn makes its further rows void
         }
         counts = not launched.follows_failure
         driver.finish_step(broken=guilty, more=more)
