@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from engine.structured_output.grammar import Grammar
 
 _LEAST_CAPACITY = 32
+_ZERO = array("i", [0])
 
 
 class RequestStatus(enum.IntEnum):
@@ -139,7 +140,7 @@ class AppendOnlyArray:
 
     def _allocate(self, numbers: array[int]) -> None:
         self._capacity = max(_LEAST_CAPACITY, 2 * len(numbers))
-        self._buffer = numbers + array("i", bytes(numbers.itemsize * (self._capacity - len(numbers))))
+        self._buffer = numbers + _ZERO * (self._capacity - len(numbers))
         self._read_only: TokenArray = np.frombuffer(memoryview(self._buffer).toreadonly(), dtype=np.int32)
 
 

@@ -217,9 +217,10 @@ class KVCacheManager:
         """
         num_left = 0
         if tables.num_slots < tables.num_tokens:
-            windows = [tables.of_group[index] for index, _ in self._windowed]
-            num_shared = sum(self.pool.num_references(block) > 1 for table in windows for block in table.blocks_in_use)
-            num_left = max(0, self.max_blocks(tables.num_tokens) - len(tables.blocks_in_use) + num_shared)
+            num_left = self.max_blocks(tables.num_tokens) - len(tables.blocks_in_use)
+            for index, _ in self._windowed:
+                num_left += sum(self.pool.num_references(block) > 1 for block in tables.of_group[index].blocks_in_use)
+            num_left = max(0, num_left)
         self._num_promised += num_left - tables.num_promised
         tables.num_promised = num_left
 
@@ -338,14 +339,14 @@ class KVCacheManager:
             AssertionError: Something leaked, or is owned twice.
         """
         assert len(self._tables) == len(running), "tables are not those of who runs"
-        num_promised, references = 0, []
+        num_promised = 0
+        references: list[BlockId] = []
         for request in running:
             tables = self._tables.get(request.request_id)
             assert tables is not None, f"{request} runs without tables"
             assert tables.num_slots >= request.num_computed_tokens, f"{request}: tables are too short"
-            tables.check_invariants()
             num_promised += tables.num_promised
-            references += tables.blocks_in_use
+            references += tables.check_invariants()
         assert self._num_promised == num_promised, f"{self._num_promised} blocks are promised, not {num_promised}"
         for requests in self._held.values():
             for tables in requests.values():

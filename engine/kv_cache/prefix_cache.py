@@ -41,24 +41,28 @@ class PrefixCache:
     def hashes(self, request: Request) -> list[bytes]:
         """Return the hash of each full block of the request's tokens; each is computed once in its life."""
         hashes, size = request.block_hashes, self._block_size
+        num_full = len(request.tokens) // size
+        if num_full == len(hashes):
+            return hashes
         tokens = request.tokens.view()
-        for index in range(len(hashes), len(tokens) // size):
-            digest = hashlib.sha256(hashes[-1] if hashes else self._root)
-            digest.update(tokens[index * size : (index + 1) * size].tobytes())
+        parent = hashes[-1] if hashes else self._root
+        for index in range(len(hashes), num_full):
+            content = parent + tokens[index * size : (index + 1) * size].tobytes()
             for kind, key in _keys(request, index, size):
-                digest.update(b"%b\0%d\0%b" % (kind, len(key), key))
-            hashes.append(digest.digest())
+                content += b"%b\0%d\0%b" % (kind, len(key), key)
+            parent = hashlib.sha256(content).digest()
+            hashes.append(parent)
         return hashes
 
     def find(self, block_hash: bytes, group: int = 0) -> BlockId | None:
         """Return the block that can be hit under `block_hash` in `group`; nothing is referenced or changed."""
-        return self._block_of.get(_key(block_hash, group))
+        return self._block_of.get(block_hash + _suffix(group))
 
     def match(self, hashes: Iterable[bytes], group: int = 0) -> list[BlockId]:
         """Return the blocks of the longest known beginning of `hashes`; nothing is referenced or changed."""
-        blocks = []
+        blocks, suffix = [], _suffix(group)
         for block_hash in hashes:
-            block = self.find(block_hash, group)
+            block = self._block_of.get(block_hash + suffix)
             if block is None:
                 break
             blocks.append(block)
@@ -72,8 +76,9 @@ class PrefixCache:
         """Let `blocks`, full ones of `request` from its `first` on, be hit from now on; `step` completes them."""
         hashes = self.hashes(request)[first : first + len(blocks)]
         new: list[int] = []
+        suffix = _suffix(group)
         for index, (block, block_hash) in enumerate(zip(blocks, hashes, strict=True), start=first):
-            key = _key(block_hash, group)
+            key = block_hash + suffix
             self._key_of[block] = key
             if self._block_of.setdefault(key, block) != block:
                 self._twins.setdefault(key, []).append(block)
@@ -165,8 +170,8 @@ class PrefixCache:
         return BlockStored(request.block_hashes[first:end], parent, token_ids, size, group, request.adapter_key)
 
 
-def _key(block_hash: bytes, group: int) -> bytes:
-    return block_hash if group == 0 else block_hash + group.to_bytes(2, "big")
+def _suffix(group: int) -> bytes:
+    return group.to_bytes(2, "big") if group else b""
 
 
 def _group_of(key: bytes) -> int:

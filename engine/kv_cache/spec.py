@@ -95,12 +95,12 @@ def max_blocks_for(groups: Sequence[KVCacheGroup], num_tokens: int, block_size: 
 
     A window is computed with at most `max_in_flight` uncommitted tokens, whose own windows must still be there.
     """
-    num_blocks = 0
+    most = num_blocks_for(num_tokens, block_size)
+    num_blocks = most * len(groups)
     for group in groups:
-        most = num_blocks_for(num_tokens, block_size)
         if group.sliding_window is not None:
-            most = min(most, num_blocks_for(group.sliding_window - 1 + max_in_flight, block_size) + 1)
-        num_blocks += most
+            seen = num_blocks_for(group.sliding_window - 1 + max_in_flight, block_size) + 1
+            num_blocks -= max(0, most - seen)
     return num_blocks
 
 

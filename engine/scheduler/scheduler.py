@@ -71,13 +71,13 @@ class Scheduler:
         if len(self.in_flight) >= self._capacity.max_concurrent_plans:
             return None
         step = _Step(self.in_flight.last_step + 1, self._config.max_num_batched_tokens, now)
-        if self.pause is None:
+        if self.pause is None and self.waiting:
             first = self.waiting.peek()
             for victim in self.admission.displaced():
                 self._yield_place(victim, now, first)
         if self.pause is not PauseMode.KEEP:
             self._schedule_running(step)
-        if self.pause is None and not step.has_preempted:
+        if self.pause is None and self.waiting and not step.has_preempted:
             self._admit_waiting(step)
         if not step.rows and not finished_request_ids:
             return None
@@ -345,12 +345,11 @@ class Scheduler:
         for request in waiting:
             assert request.status is not RUNNING, f"{request} waits"
             assert request.num_computed_tokens == 0, f"{request} waits and has computed tokens"
-        num_sampling: dict[Request, int] = {}
+        num_sampling = dict.fromkeys(live, 0)
         for request, row, _ in self.in_flight.wanted():
             assert request in live, f"{request} has ended and yet its row is wanted"
-            num_sampling[request] = num_sampling.get(request, 0) + row.samples
-        for request in live:
-            num_placeholders = num_sampling.get(request, 0)
+            num_sampling[request] += row.samples
+        for request, num_placeholders in num_sampling.items():
             num_total = request.num_tokens + num_placeholders
             assert request.num_placeholders == num_placeholders, f"{request}: placeholders are not in flight"
             assert request.num_processed_tokens <= request.num_computed_tokens <= num_total, f"{request}: counts"
