@@ -41,14 +41,14 @@ class Drawn:
     @classmethod
     def draw(cls, draw: random.Random) -> Self:
         """Draw one."""
-        number = draw.random
-        return _made(cls, *[values[int(number() * count)] for values, count in cls._counted()])
+        return cls.drawer(draw)()
 
     @classmethod
-    @functools.cache
-    def _counted(cls) -> tuple[tuple[tuple[Any, ...], int], ...]:
-        """Return each field's values and how many they are."""
-        return tuple((values, len(values)) for _, values in cls.choices())
+    def drawer(cls, draw: random.Random) -> Callable[[], Self]:
+        """Return what draws one at each call."""
+        number = draw.random
+        counted = [(values, len(values)) for _, values in cls.choices()]
+        return lambda: _made(cls, *[values[int(number() * count)] for values, count in counted])
 
     def given(self) -> dict[str, Any]:
         """Return the fields that differ from their plainest value."""
@@ -119,7 +119,8 @@ class Target(NamedTuple):
         settings = self.settings(**{**self.settings.draw(draw).given(), **fixed})
         weights = [kind.weight for kind in self.operations]
         kinds = draw.choices(self.operations, weights, k=draw.choice((40, 160, 480)))
-        return History(settings, [kind.draw(draw) for kind in kinds])
+        drawn = {kind: kind.drawer(draw) for kind in self.operations}
+        return History(settings, [drawn[kind]() for kind in kinds])
 
 
 def replay(simulation: Simulation, operations: Sequence[Operation]) -> None:

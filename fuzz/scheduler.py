@@ -323,7 +323,7 @@ class Simulation:
         if isinstance(operation, Abort):
             self.coverage.saw(event, [self._state(operation.name(self))])
         else:
-            self.coverage.saw(event, {request.status for request in self.driver.live_requests})
+            self.coverage.saw(event, [request.status for request in self.driver.live_requests])
         operation.apply(self)
 
     def finish(self) -> None:

@@ -350,7 +350,7 @@ def _factor(position: int) -> int:
     return _mix(position * _GAMMA) | 1
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def _position_factors(num_positions: int) -> _Numbers:
     """Return `_factor` of each position, `[num_positions]`."""
     numbers = np.arange(1, num_positions + 1, dtype=np.uint64) * np.uint64(_GAMMA)

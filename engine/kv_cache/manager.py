@@ -72,7 +72,7 @@ class KVCacheManager:
     @property
     def awaited_steps(self) -> set[int]:
         """Steps in flight that have published something, or hold blocks that their requests gave back."""
-        return self.prefix_cache.uncommitted_steps | self._held.keys()
+        return {*self.prefix_cache.uncommitted_steps, *self._held}
 
     @property
     def num_available_blocks(self) -> int:

@@ -15,7 +15,7 @@ is committed it can be retracted, and the block cannot be evicted before it is c
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
 from itertools import groupby
 
 from engine.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
@@ -90,9 +90,9 @@ class PrefixCache:
             self._events += [self._stored(request, [index for _, index in run], group) for _, run in runs]
 
     @property
-    def uncommitted_steps(self) -> set[int]:
+    def uncommitted_steps(self) -> KeysView[int]:
         """Steps whose publications can still be retracted."""
-        return {*self._published}
+        return self._published.keys()
 
     def commit(self, step: int) -> None:
         """The blocks published by `step` are computed: they stay until evicted."""
