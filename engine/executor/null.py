@@ -180,6 +180,8 @@ class NullModelRunner:
             grammar_masks: For the plan's `grammar_rows`, in that order; a row whose mask allows nothing fails alone.
         """
         plan, states = self._executed.popleft()
+        if not plan.grammar_rows:
+            return self._draw(plan, states, {})
         masks = () if grammar_masks is None else grammar_masks
         return self._draw(plan, states, dict(zip(plan.grammar_rows, map(allowed_tokens, masks), strict=True)))
 
