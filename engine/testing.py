@@ -104,7 +104,7 @@ class Completion:
         return [event.kind for output in self.outputs for event in output.events]
 
 
-@dataclass
+@dataclass(slots=True)
 class LaunchedPlan:
     """A plan in flight, and what became of its step.
 
@@ -362,9 +362,10 @@ class CoreDriver:
             first, last = row.start // block_size, (row.start + row.num_tokens - 1) // block_size
             written: set[int] = set()
             read: set[int] = set()
-            for table, group in zip(map(np.ndarray.tolist, row.block_tables), groups, strict=True):
-                written.update(table[first : last + 1])
-                read.update(table[num_skipped_blocks(group, row.start, block_size) :])
+            for table, group in zip(row.block_tables, groups, strict=True):
+                blocks = table.tolist()
+                written.update(blocks[first : last + 1])
+                read.update(blocks[num_skipped_blocks(group, row.start, block_size) :])
             for other, other_read, _ in above:
                 is_apart = other is owner or written.isdisjoint(other_read)
                 assert is_apart, f"{row.request_id} writes one of blocks {written}, which an earlier row in flight reads"

@@ -44,7 +44,7 @@ class Settings(Drawn):
 
     num_gpu_blocks_override: int = choose(*range(3, 15))
     block_size: int = choose(1, 2, 3, 4, 8)
-    max_model_len: int = choose(*range(2, 41))
+    max_model_len: int = choose(*range(2, 41), *range(20, 61))
     max_num_seqs: int = choose(*range(1, 7))
     max_num_batched_tokens: int = choose(*range(1, 17), 26)
     enable_chunked_prefill: bool = choose(True, True, True, True, False)
@@ -80,11 +80,11 @@ class Settings(Drawn):
 class Add(Operation):
     """Add a request: `length` prompt tokens, the first `fork` of them (0: all) shared by all of the same `prefix`."""
 
-    weight: ClassVar[int] = 11
+    weight: ClassVar[int] = 16
     prefix: int = choose(0, 1, 2)
-    length: int = choose(*range(1, 41))
+    length: int = choose(*range(1, 13), *range(13, 41, 3))
     fork: int = choose(0, 0, 0, 2, 5, 9)
-    max_tokens: int | None = choose(1, 2, 3, 5, 8, 13, 21, None)
+    max_tokens: int | None = choose(1, 2, 3, 5, 8, 13, 21, 34, None)
     min_tokens: int = choose(0, 0, 2, 6)
     stops: bool = choose(False, True)
     salt: int = choose(0, 0, 0, 1)
@@ -206,13 +206,15 @@ class Plan(Operation):
     `corrupts` is the row that computes wrong K/V and fails alone, None for none.
     """
 
-    weight: ClassVar[int] = 40
+    weight: ClassVar[int] = 60
     fails: bool = choose(*[False] * 14, True)
-    corrupts: int | None = choose(*[None] * 30, 0, 1, 2)
+    corrupts: int | None = choose(*[None] * 70, 0, 1, 2)
 
     def event(self, simulation: Simulation) -> str | None:
-        """Return that a plan is made, unless as many as may be are in flight."""
-        return "plan" if len(simulation.driver.plans) < simulation.settings.max_concurrent_plans else None
+        """Return that a plan is made, unless as many as may be are in flight, or nothing is left to plan for."""
+        driver = simulation.driver
+        is_full = len(driver.plans) >= simulation.settings.max_concurrent_plans
+        return None if is_full or not driver.core.has_work else "plan"
 
     def apply(self, simulation: Simulation) -> None:
         """Make it."""
@@ -221,20 +223,21 @@ class Plan(Operation):
 
 @dataclass(frozen=True, repr=False)
 class Finish(Operation):
-    """Commit or fail the oldest plan.
+    """Commit or fail the oldest plan; where none is in flight, one is made first.
 
     `culprit` is the row blamed, or told to have failed alone though it did not; None for all or no row. `num_more`
     tokens more than one are sampled for each row, where no later plan is in flight.
     """
 
-    weight: ClassVar[int] = 40
-    culprit: int | None = choose(*[None] * 30, 0, 1, 2)
+    weight: ClassVar[int] = 60
+    culprit: int | None = choose(*[None] * 70, 0, 1, 2)
     num_more: int = choose(*[0] * 12, 1, 3)
 
     def event(self, simulation: Simulation) -> str | None:
         """Return how the oldest plan ends."""
         if not simulation.driver.plans:
-            return None
+            core = simulation.driver.core
+            return "step" if core.has_work and core.waits_for is None else None
         if simulation.driver.plans[0].fails:
             return "fail"
         whole = self.culprit is None and simulation.driver.plans[0].corrupted is None
@@ -242,7 +245,10 @@ class Finish(Operation):
 
     def apply(self, simulation: Simulation) -> None:
         """End it."""
-        simulation.finish_step(self.culprit, self.num_more)
+        if not simulation.driver.plans:
+            simulation.plan()
+        if simulation.driver.plans:
+            simulation.finish_step(self.culprit, self.num_more)
 
 
 @dataclass(frozen=True, repr=False)
@@ -264,7 +270,7 @@ class Pause(Operation):
 class Resume(Operation):
     """Undo a pause."""
 
-    weight: ClassVar[int] = 4
+    weight: ClassVar[int] = 8
 
     def apply(self, simulation: Simulation) -> None:
         """Resume."""

@@ -122,15 +122,17 @@ class BlockPool:
         """
         actual, following = self._num_references.tolist(), self._next.tolist()
         expected = [0] * len(actual)
-        for block in referenced:
-            expected[block] += 1
+        for used in referenced:
+            expected[used] += 1
         assert actual == expected, f"references {actual} are not those of tables and plans {expected}"
         assert actual[NULL_BLOCK] == 0, "the null block is referenced"
-        free, free_block = [], following[NULL_BLOCK]
-        while free_block != NULL_BLOCK:
-            free.append(free_block)
-            free_block = following[free_block]
-            assert len(free) <= self.num_blocks, f"the free queue never ends: {free}"
+        free, block = [], following[NULL_BLOCK]
+        for _ in actual:  # the last time around there is nothing left
+            if block == NULL_BLOCK:
+                break
+            free.append(block)
+            block = following[block]
+        assert block == NULL_BLOCK, f"the free queue never ends: {free}"
         assert len(free) == self.num_free_blocks, f"{self.num_free_blocks} blocks are counted free, {len(free)} are"
         assert len(free) == actual.count(0) - 1, f"{len(free)} blocks are free, some of the others have no reference"
         assert not any(map(actual.__getitem__, free)), f"one of {free} is in use and in the free queue"

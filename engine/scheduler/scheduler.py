@@ -75,7 +75,7 @@ class Scheduler:
             first = self.waiting.peek()
             for victim in self.admission.displaced():
                 self._yield_place(victim, now, first)
-        if self.pause is not PauseMode.KEEP:
+        if self.running and self.pause is not PauseMode.KEEP:
             self._schedule_running(step)
         if self.pause is None and self.waiting and not step.has_preempted:
             self._admit_waiting(step)
@@ -334,11 +334,11 @@ class Scheduler:
         running, waiting, max_overtakes = self.running, self.waiting.unordered(), self._config.max_overtakes
         assert len(running) + len(waiting) == len(live), "a request is queued twice, or not at all"
         assert live == {*running, *waiting}, "queues and live requests differ"
-        ranks = [_rank(request) for request in running]
+        ranks = [*map(_rank, running)]
         assert ranks == sorted(ranks), f"running is out of order: {running}"
         assert len(running) <= self._config.max_num_seqs, f"{len(running)} requests run"
         assert len(self.in_flight) <= self._capacity.max_concurrent_plans
-        past = self._kv_cache.awaited_steps - self.in_flight.steps
+        past = [step for step in self._kv_cache.awaited_steps if step not in self.in_flight.steps]
         assert not past, f"steps {past} have ended, and what they published or held is still theirs"
         for request in running:
             assert request.status is RUNNING, f"{request} is in the running list"
