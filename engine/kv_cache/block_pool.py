@@ -20,6 +20,9 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from engine.kv_cache.spec import NULL_BLOCK
 from engine.outputs import BlockId
 
@@ -49,6 +52,10 @@ class BlockPool:
     def num_references(self, block: BlockId) -> int:
         """Return how many references `block` has."""
         return self._num_references[block]
+
+    def references(self) -> npt.NDArray[np.int32]:
+        """Return how many references each block has, `[num_blocks + 1]`, without a copy."""
+        return np.frombuffer(self._num_references, dtype=np.int32)
 
     def free_blocks(self) -> Iterator[BlockId]:
         """Yield the free blocks in the order in which they will be taken."""

@@ -26,7 +26,11 @@ HASH_SIZE_BYTES = hashlib.sha256().digest_size
 
 
 class PrefixCache:
-    """Hash → block id and back; owns no block and no reference."""
+    """Hash → block id and back; owns no block and no reference.
+
+    Attributes:
+        num_changes: Grows with every publication and whenever a block is forgotten: in between, matches stay the same.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, salt: bytes, *, records_events: bool = False) -> None:
         """Start empty, for block ids below `num_blocks` of `block_size` tokens. Only equal salts give equal hashes."""
@@ -37,6 +41,7 @@ class PrefixCache:
         self._twins: dict[bytes, list[BlockId]] = {}
         self._published: dict[int, list[BlockId]] = {}
         self._events: list[KVCacheEvent] | None = [] if records_events else None
+        self.num_changes = 0
 
     def hashes(self, request: Request) -> list[bytes]:
         """Return the hash of each full block of the request's tokens; each is computed once in its life."""
@@ -74,6 +79,7 @@ class PrefixCache:
 
     def publish(self, request: Request, first: int, blocks: Sequence[BlockId], step: int, group: int = 0) -> None:
         """Let `blocks`, full ones of `request` from its `first` on, be hit from now on; `step` completes them."""
+        self.num_changes += 1
         hashes = self.hashes(request)[first : first + len(blocks)]
         new: list[int] = []
         suffix = _suffix(group)
@@ -114,6 +120,7 @@ class PrefixCache:
             key = self._key_of[block]
             if key is None:
                 continue
+            self.num_changes += 1
             self._key_of[block] = None
             twins = self._twins.get(key)
             if twins is None:
@@ -130,6 +137,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget everything."""
+        self.num_changes += 1
         self._key_of = [None] * len(self._key_of)
         self._block_of.clear()
         self._twins.clear()
