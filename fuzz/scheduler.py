@@ -57,6 +57,7 @@ class Settings(Drawn):
         *[(None, None)] * 5, (None, 3), (4, None), (2, 2), (3, 6), (None, 1)
     )
     queue_timeout: float | None = choose(None, None, None, None, 9.0, 30.0)
+    max_num_waiting: int = choose(1000, 1000, 1000, 1, 2, 8)
     max_concurrent_plans: int = choose(1, 2, 3, 4)
     runs_late: bool = choose(False, True)
     checks_acts: bool = choose(True, False, False, False)
@@ -105,8 +106,10 @@ class Add(Operation):
     def apply(self, simulation: Simulation) -> None:
         """Add it, under the name of the one that ended last if it re-uses a name."""
         driver, stops = simulation.driver, STOP_TOKENS if self.stops else ()
+        is_full = len(driver.live_requests) >= driver.core.config.max_num_seqs + driver.core.config.max_num_waiting
+        name = simulation.name_for(self)
         driver.add(
-            simulation.name_for(self),
+            name,
             self.prompt(driver.core.capacity.max_model_len),
             cache_salt=f"salt {self.salt}" if self.salt else None,
             priority=self.priority,
@@ -122,6 +125,7 @@ class Add(Operation):
             awaits_grammar=self.kind == "grammar",
             is_session=self.kind == "session",
         )
+        simulation.check_full(name, is_full)
 
 
 @dataclass(frozen=True, repr=False)
@@ -170,14 +174,17 @@ class Extend(Operation):
         return "extend" if self.length else "close"
 
     def apply(self, simulation: Simulation) -> None:
-        """Extend it."""
+        """Extend it; where as many of its parts wait as may, that ends it."""
         sessions = simulation.open_sessions()
+        name = sessions[self.index % len(sessions)]
+        is_full = self.length > 0 and simulation.num_waiting_parts(name) >= simulation.settings.max_num_waiting
         simulation.driver.extend(
-            sessions[self.index % len(sessions)],
+            name,
             [90 - position for position in range(self.length)],
             max_tokens=self.max_tokens,
             stop_token_ids=STOP_TOKENS if self.stops else (),
         )
+        simulation.check_full(name, is_full)
 
 
 @dataclass(frozen=True, repr=False)
@@ -368,6 +375,17 @@ class Simulation:
         """Return the names of all sessions that take further parts."""
         sessions = ((request.request_id, request.session) for request in self.driver.live_requests)
         return [name for name, parts in sessions if parts is not None and not (parts and parts[-1].is_last)]
+
+    def num_waiting_parts(self, name: str) -> int:
+        """Return how many parts of an open session wait for their turn; one that awaits input takes the next at once."""
+        (parts,) = (request.session for request in self.driver.live_requests if request.request_id == name)
+        return len(parts or ())
+
+    def check_full(self, name: str, is_full: bool) -> None:
+        """Check that what came for `name` was refused for want of room to wait if and only if there was none."""
+        outputs = self.driver.completions[RequestId(name)].outputs
+        is_refused = bool(outputs) and outputs[-1].error is not None and outputs[-1].error.type == "QueueFull"
+        assert is_refused == is_full, f"{name}: refused {is_refused}, no room to wait {is_full}: {outputs[-1:]}"
 
     def name_for(self, add: Add) -> str:
         """Return a name for a request to add, and note its arrival."""
