@@ -283,8 +283,9 @@ class CoreDriver:
         plan = launched.plan
         output = launched.output
         if output is not None:
-            for row, token_ids in zip(plan.requests, output.sampled_token_ids, strict=True) if more else ():
-                token_ids += more.get(row.request_id, ())
+            if more:
+                for row, token_ids in zip(plan.requests, output.sampled_token_ids, strict=True):
+                    token_ids += more.get(row.request_id, ())
             names = [*broken] if launched.corrupted is None else [*broken, launched.corrupted]
             if names:
                 failed = {**output.failed, **dict.fromkeys(map(RequestId, names), SIMULATED_FAILURE)}
@@ -368,7 +369,9 @@ class CoreDriver:
                 read.update(blocks[num_skipped_blocks(group, row.start, block_size) :])
             for other, other_read, _ in above:
                 is_apart = other is owner or written.isdisjoint(other_read)
-                assert is_apart, f"{row.request_id} writes one of blocks {written}, which an earlier row in flight reads"
+                assert is_apart, (
+                    f"{row.request_id} writes one of blocks {written}, which an earlier row in flight reads"
+                )
             above.append((owner, read, written))
             launched.reads.append((owner, read, written))
 

@@ -73,6 +73,10 @@ class Operation(Drawn):
         """Return what will happen, for the coverage; None where the operation cannot be applied now, and is not."""
         return type(self).__name__.lower()
 
+    def whom(self, simulation: Any) -> str | None:
+        """Return the one request that it is about, whose status alone the coverage tells; None for everyone."""
+        return None
+
     def apply(self, simulation: Any) -> None:
         """Do it; only called where `event` says what will happen."""
         raise NotImplementedError

@@ -12,8 +12,8 @@ import numpy as np
 from engine.executor.null import Windows, continuation
 from engine.outputs import FinishReason, RequestId
 from engine.protocol import EngineCoreOutput, EngineCoreRequest
-from engine.request import ends_in_repetition
 from engine.sampling_params import SamplingParams
+from engine.stop_check import ends_in_repetition
 from engine.structured_output.grammar import Grammar
 from engine.testing import Completion
 

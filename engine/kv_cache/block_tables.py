@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.append_only_array import AppendOnlyArray
 from engine.kv_cache.spec import NULL_BLOCK
 from engine.outputs import BlockId, TokenArray
-from engine.request import AppendOnlyArray
 
 _NULL = BlockId(NULL_BLOCK)
 

@@ -26,10 +26,11 @@ from engine.kv_cache.block_tables import BlockTables
 from engine.kv_cache.manager import KVCacheManager
 from engine.outputs import BlockId, Capacity, ModelRunnerOutput, RequestId, ScheduledRequest, SchedulerOutput
 from engine.protocol import EngineCoreEvent, PauseMode
-from engine.request import PREEMPTED, RUNNING, Request, RequestStatus, append_sampled
+from engine.request import PREEMPTED, RUNNING, Request, RequestStatus
 from engine.scheduler.admission import MAX_YIELDS, Admission, is_protected
 from engine.scheduler.in_flight import PlannedRow, PlansInFlight
 from engine.scheduler.policy import POLICIES
+from engine.stop_check import append_sampled
 
 RowResult = tuple[Request, list[int], RequestStatus | None, Cause | None]
 """What a step did to one request: the tokens it got, the status it must move to if it ended, and why if it failed."""
