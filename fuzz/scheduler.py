@@ -69,13 +69,13 @@ class Add(Operation):
     """Add a request: `length` prompt tokens, the first `fork` of them (0: all) shared by all of the same `prefix`."""
 
     weight: ClassVar[int] = 16
-    prefix: int = choose(0, 1, 2)
-    length: int = choose(*range(1, 13), *range(13, 41, 3))
+    prefix: int = choose(0, 0, 0, 1, 2)
+    length: int = choose(*range(1, 19), *range(19, 41, 4))
     fork: int = choose(0, 0, 0, 2, 5, 9)
     max_tokens: int | None = choose(1, 2, 3, 5, 8, 13, 21, 34, None)
     min_tokens: int = choose(0, 0, 2, 6)
     stops: bool = choose(False, True)
-    salt: int = choose(0, 0, 0, 1)
+    salt: int = choose(*[0] * 7, 1)
     seed: int | None = choose(None, None, 7)
     skips_cache: bool = choose(*[False] * 9, True)
     detects_repetition: bool = choose(False, False, True)
@@ -201,8 +201,8 @@ class Plan(Operation):
     """
 
     weight: ClassVar[int] = 60
-    fails: bool = choose(*[False] * 14, True)
-    corrupts: int | None = choose(*[None] * 70, 0, 1, 2)
+    fails: bool = choose(*[False] * 8, True)
+    corrupts: int | None = choose(*[None] * 30, 0, 1, 2)
 
     def event(self, simulation: Simulation) -> str | None:
         """Return that a plan is made, unless as many as may be are in flight, or nothing is left to plan for."""
@@ -224,7 +224,7 @@ class Finish(Operation):
     """
 
     weight: ClassVar[int] = 60
-    culprit: int | None = choose(*[None] * 70, 0, 1, 2)
+    culprit: int | None = choose(*[None] * 30, 0, 1, 2)
     num_more: int = choose(*[0] * 12, 1, 3)
 
     def event(self, simulation: Simulation) -> str | None:
