@@ -21,7 +21,7 @@ SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Quantization = Literal["none", "int8", "int4"]
 HeadQuantization = Literal["auto", "none", "int8", "int4"]
-KVCacheDtype = Literal["auto", "float32", "bfloat16", "float16", "int8"]
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "int8"]
 Kernels = Literal["auto", "compiled", "torch"]
 ModelImpl = Literal["auto", "own", "transformers"]
 
@@ -198,6 +198,8 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
             raise ConfigError(f"--model-impl {self.model_impl}: the model {NULL_MODEL} has one implementation")
         if self.model == NULL_MODEL and self.dtype != "auto":
             raise ConfigError(f"--dtype {self.dtype}: the model {NULL_MODEL} has no weights; leave --dtype out")
+        if self.model == NULL_MODEL and {self.quantization, self.head_quantization} - {"none", "auto"}:
+            raise ConfigError(f"--quantization: the model {NULL_MODEL} has no weights; leave it out")
         if self.quantization != "none" and self.kernels == "torch":
             raise ConfigError(
                 f"--quantization {self.quantization} needs the operations in C: leave --kernels torch out, or the first"

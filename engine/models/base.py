@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
+
+from engine.attention.base import AttentionPages
+from engine.attention.reference import ReferenceAttention
 
 
 class ModelShape(Protocol):
@@ -57,3 +61,16 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the scores of all tokens, float32 `[n, vocab_size]`, of rows that `forward` gave, n at least 1."""
+
+
+class BuiltModel(NamedTuple):
+    """A model with its weights, for contexts of up to `max_model_len` tokens; weights are of `dtype`.
+
+    `make_pages(spec, groups, num_heads, num_blocks, block_size, kv_dtype)` allocates the pages that it attends to.
+    """
+
+    model: Model
+    max_model_len: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    make_pages: Callable[..., AttentionPages] = ReferenceAttention

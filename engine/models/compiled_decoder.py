@@ -7,7 +7,7 @@ depends on its request alone, bit for bit: every operation keeps one order of su
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -37,7 +37,9 @@ from engine.kernels.operations import (
     zeros,
 )
 from engine.kernels.weights import Int4, PackedWeight, interleaved
-from engine.models.decoder import Decoder, _Layer, _Norm
+from engine.models.checkpoint import EMBEDDING, HEAD
+from engine.models.decoder import NORM_NAMES, Layer, embedding_scale
+from engine.models.decoder import Norm as DecoderNorm
 from engine.models.decoder_config import DecoderConfig
 from engine.models.linear import Linear
 from engine.models.mlp import DenseMlp
@@ -64,6 +66,7 @@ def why_not(config: DecoderConfig, block_size: int, dtype: torch.dtype, *, is_qu
 
 
 T = TypeVar("T")
+Fill = Callable[[Mapping[str, torch.Tensor]], None]
 
 
 class Forms(NamedTuple):
@@ -79,36 +82,40 @@ class CompiledDecoder:
 
     def __init__(
         self,
-        decoder: Decoder,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        fill: Fill,
         max_rows: int,
         max_model_len: int,
         team: Team,
         forms: Forms,
         int4: Mapping[str, Int4] | None = None,
     ) -> None:
-        """Take the filled, unpacked weights out of `decoder`, layer by layer.
+        """Load and pack the weights, layer by layer, so that little lies in memory twice.
 
         Args:
-            decoder: Loses its layers.
+            config: Of the decoder; see `why_not`.
+            dtype: Weights are read as.
+            fill: Copies tensors of the checkpoint, by their names, into the given ones.
             max_rows: The most rows of a step.
             max_model_len: The positions that can be rotated.
             team: Runs the operations.
             forms: What weights, keys and values are stored as.
             int4: Weights that the checkpoint holds in 4 bits, by name: taken as they are where the form is INT4.
+
+        Raises:
+            UnsupportedModel: A rotary embedding cannot be had for so many positions.
         """
-        self.config = decoder.config
+        self.config = config
         self._team = team
         self._forms = forms
         self._max_rows = -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE
         self._memory: list[Any] = []
-        config = self.config
         self._hidden = self._room(config.hidden_size)
         self._normed = self._room(config.hidden_size)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        self._qkv, self._queries = (
-            self._room(queries + 2 * keys),
-            self._room(config.num_heads * forms.pages.query_bytes(config.head_dim), torch.uint8),
-        )
+        self._qkv = self._room(queries + 2 * keys)
+        self._queries = self._room(config.num_heads * forms.pages.query_bytes(config.head_dim), torch.uint8)
         self._attended = self._room(queries)
         self._gated = self._room(config.intermediate_size)
         self._output = self._room(config.hidden_size)
@@ -116,17 +123,22 @@ class CompiledDecoder:
         self._rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         for rope in {rope for rope in config.ropes if rope}:
             rotary = RotaryEmbedding(rope, max_model_len, torch.float32)
-            self._rotations[rope] = self._keep(aligned(rotary._cos)), self._keep(aligned(rotary._sin))
-        places = {name: tensor.data_ptr() for name, tensor in decoder.destinations().items()}
-        self._int4 = {places[name]: weight for name, weight in (int4 or {}).items() if name in places}
-        self._embedding_form = Form.of("none", decoder._embedding.dtype)
-        self._embedding = self._keep(aligned(decoder._embedding.to(DTYPES[self._embedding_form])))
-        self._embedding_scale = decoder._embedding_scale
-        self._layers = []
-        for index in range(config.num_layers):
-            self._layers.append(self._layer(index, decoder._layers.pop(0)))
-        self._final_norm = self._norm(decoder._norm, self._hidden, self._normed, Form.FLOAT32)
-        self._head = self._logits_program(decoder._head)
+            self._rotations[rope] = self._keep(aligned(rotary.cos)), self._keep(aligned(rotary.sin))
+        self._int4 = int4 or {}
+        self._places: dict[int, Int4] = {}
+        embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
+        fill({EMBEDDING: embedding})
+        self._embedding_form = Form.of("none", dtype)
+        self._embedding = self._keep(aligned(embedding.to(DTYPES[self._embedding_form])))
+        self._embedding_scale = embedding_scale(config, dtype)
+        if not config.ties_embeddings:
+            fill({HEAD: embedding})
+        self._head = self._logits_program(Linear(embedding))
+        del embedding
+        self._layers = [self._layer(index, dtype, fill) for index in range(config.num_layers)]
+        norm = DecoderNorm(config.hidden_size, config, dtype)
+        fill({"model.norm.weight": norm.weight})
+        self._final_norm = self._norm(norm, self._hidden, self._normed, Form.FLOAT32)
         self._program: Program
 
     def use_attention(self, pages: CompiledPages) -> None:
@@ -166,21 +178,25 @@ class CompiledDecoder:
 
     # -- description -------------------------------------------------------------------------------------------------
 
-    def _layer(self, index: int, layer: _Layer) -> list[ctypes.Structure]:
+    def _layer(self, index: int, dtype: torch.dtype, fill: Fill) -> list[ctypes.Structure]:
         config, form = self.config, self._forms.pages
+        layer = Layer(config, index, dtype)
+        tensors = {f"model.layers.{index}.{name}": tensor for name, tensor in layer.destinations().items()}
+        fill(tensors)
+        self._places = {tensor.data_ptr(): self._int4[name] for name, tensor in tensors.items() if name in self._int4}
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         width = queries + 2 * keys
-        mlp = layer._mlp
+        mlp = layer.mlp
         assert isinstance(mlp, DenseMlp)
-        norms = [layer._norms.get(name) if name else None for name in self._norm_names()]
+        norms = [layer.norms.get(name) if name else None for name in NORM_NAMES[config.traits.norm_places]]
         operations = [
             self._prepared(norms[0], self._hidden, config.hidden_size),
-            self._product(layer._qkv, config.hidden_size, self._qkv, width),
+            self._product(layer.qkv, config.hidden_size, self._qkv, width),
         ]
         for name, first, size in (("q_norm", 0, queries), ("k_norm", queries, keys)):
-            if name in layer._head_norms:
+            if name in layer.head_norms:
                 part = self._qkv[first:]
-                operations.append(self._norm(layer._head_norms[name], part, part, Form.FLOAT32, size, width))
+                operations.append(self._norm(layer.head_norms[name], part, part, Form.FLOAT32, size, width))
         rope = config.ropes[index]
         cosines, sines = self._rotations[rope] if rope else (None, None)
         operations += [
@@ -205,20 +221,15 @@ class CompiledDecoder:
         rotate.queries = attend.queries = pointer(self._queries)
         attend.out = pointer(self._attended)
         operations.append(self._prepared(None, self._attended, queries))
-        operations += self._added(layer._output, queries, norms[1])
+        operations += self._added(layer.output, queries, norms[1])
         operations += [
             self._prepared(norms[2], self._hidden, config.hidden_size),
-            self._product(mlp._gate_up, config.hidden_size, self._gated, config.intermediate_size, Epilogue.GATE),
+            self._product(mlp.gate_up, config.hidden_size, self._gated, config.intermediate_size, Epilogue.GATE),
             self._prepared(None, self._gated, config.intermediate_size),
         ]
-        return operations + self._added(mlp._down, config.intermediate_size, norms[3])
+        return operations + self._added(mlp.down, config.intermediate_size, norms[3])
 
-    def _norm_names(self) -> tuple[str | None, ...]:
-        from engine.models.decoder import NORM_NAMES
-
-        return NORM_NAMES[self.config.traits.norm_places]
-
-    def _added(self, linear: Linear, num_inputs: int, norm: _Norm | None) -> list[ctypes.Structure]:
+    def _added(self, linear: Linear, num_inputs: int, norm: DecoderNorm | None) -> list[ctypes.Structure]:
         size, multiplier = self.config.hidden_size, self.config.residual_multiplier
         if norm is None:
             return [self._product(linear, num_inputs, self._hidden, size, Epilogue.ADD)]
@@ -226,7 +237,7 @@ class CompiledDecoder:
         added.adds, added.multiplier = 1, multiplier
         return [self._product(linear, num_inputs, self._output, size), added]
 
-    def _prepared(self, norm: _Norm | None, rows: torch.Tensor, size: int, form: Form | None = None) -> Norm:
+    def _prepared(self, norm: DecoderNorm | None, rows: torch.Tensor, size: int, form: Form | None = None) -> Norm:
         """Describe the change of rows into inputs of products with weights of `form`, that of layers by default."""
         form = (form or self._forms.layers).of_inputs
         operation = self._norm(norm, rows, self._input(size, form), form, size, size)
@@ -235,7 +246,7 @@ class CompiledDecoder:
 
     def _norm(
         self,
-        norm: _Norm | None,
+        norm: DecoderNorm | None,
         rows: torch.Tensor,
         out: torch.Tensor,
         form: Form,
@@ -283,7 +294,7 @@ class CompiledDecoder:
         """Return what the checkpoint holds in 4 bits of all rows of `weight`, which may be several of its tensors."""
         parts, row = [], 0
         while row < len(weight):
-            part = self._int4.get(weight[row].data_ptr())
+            part = self._places.get(weight[row].data_ptr())
             if part is None:
                 return None
             parts.append(part)

@@ -13,20 +13,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from engine.attention.base import AttentionPages
-from engine.attention.compiled import CompiledPages
-from engine.attention.reference import ReferenceAttention
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError, ModelError, UnsupportedModel
-from engine.kernels.library import NoKernels, load
-from engine.kernels.operations import Form, Team
-from engine.models.base import Model
+from engine.models.base import BuiltModel
 from engine.models.checkpoint import EMBEDDING, HEAD, read_config, stored_tensors
-from engine.models.compiled_decoder import CompiledDecoder, Forms, why_not
+from engine.models.compiled_loading import load_compiled
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families import DECODERS
-from engine.models.gguf_blocks import stored_int4
 from engine.models.weights import check_headers, load_weights, resolve_dtype, stores_other_head
 
 logger = logging.getLogger(__name__)
@@ -152,19 +146,6 @@ def own_shape(folder: Path, config: EngineConfig) -> DecoderConfig | None:
         return None
 
 
-class BuiltModel(NamedTuple):
-    """A model with its weights, for contexts of up to `max_model_len` tokens; weights are of `dtype`.
-
-    `make_pages(spec, groups, num_heads, num_blocks, block_size, kv_dtype)` allocates the pages that it attends to.
-    """
-
-    model: Model
-    max_model_len: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-    make_pages: Callable[..., AttentionPages] = ReferenceAttention
-
-
 def build_model(folder: Path, config: EngineConfig, progress: Callable[[int, int], None]) -> BuiltModel:
     """Load the model of `folder` with the implementation that `config.model_impl` allows.
 
@@ -194,51 +175,14 @@ def build_model(folder: Path, config: EngineConfig, progress: Callable[[int, int
     if shape.ties_embeddings and stores_other_head(folder, dtype):
         logger.warning("%s ties head and embedding, but both are stored and differ: they are not tied", folder)
         shape = dataclasses.replace(shape, ties_embeddings=False)
-    decoder = Decoder(shape, max_model_len, dtype)
-    load_weights(folder, _destinations(folder, decoder), progress)
-    compiled = None if config.kernels == "torch" else _compiled(folder, decoder, config, max_model_len, dtype)
+    compiled = load_compiled(folder, shape, config, max_model_len, dtype, progress)
     if compiled is not None:
         return compiled
     _refuse_other_pages(config, dtype)
+    decoder = Decoder(shape, max_model_len, dtype)
+    load_weights(folder, _destinations(folder, decoder), progress)
     decoder.pack()
     return BuiltModel(decoder, max_model_len, dtype, dtype)
-
-
-def _compiled(
-    folder: Path, decoder: Decoder, config: EngineConfig, max_model_len: int, dtype: torch.dtype
-) -> BuiltModel | None:
-    """Return `decoder` on the operations in C; None, said in the log, where they cannot run it.
-
-    Raises:
-        ConfigError: They cannot, and the configuration allows nothing else.
-    """
-    is_quantized = config.quantization != "none"
-    try:
-        reason = why_not(decoder.config, config.block_size, dtype, is_quantized=is_quantized)
-        team = Team(load(), torch.get_num_threads(), round(config.spin * 1000))
-    except NoKernels as error:
-        reason = reason or str(error)
-    if reason is not None:
-        if config.kernels == "compiled" or is_quantized:
-            asked = "--kernels compiled" if config.kernels == "compiled" else f"--quantization {config.quantization}"
-            raise ConfigError(f"{asked}: the operations in C cannot run this model here: {reason}")
-        logger.warning("the model runs on torch's operations, several times slower than those in C: %s", reason)
-        return None
-    head = config.head_quantization if config.head_quantization != "auto" else "int8" if is_quantized else "none"
-    kv_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
-    if config.kv_cache_dtype != "auto":
-        kv_dtype = getattr(torch, config.kv_cache_dtype)
-    elif is_quantized:
-        kv_dtype = torch.int8
-    forms = Forms(Form.of(config.quantization, dtype), Form.of(head, dtype), Form.of_pages(kv_dtype))
-    int4 = stored_int4(folder) if Form.INT4 in forms else {}
-    model = CompiledDecoder(decoder, config.max_num_batched_tokens, max_model_len, team, forms, int4)
-    logger.info(
-        "operations in C, layers %s, head %s, keys and values %s; %d tensors already in int4",
-        *(form.name.lower() for form in forms),
-        len(int4),
-    )
-    return BuiltModel(model, max_model_len, dtype, kv_dtype, CompiledPages)
 
 
 def _refuse_other_pages(config: EngineConfig, dtype: torch.dtype) -> None:

@@ -16,9 +16,8 @@ from engine.kernels.operations import Form, Team
 from engine.kv_cache.spec import NULL_BLOCK, KVCacheSpec, num_skipped_blocks
 from engine.models.checkpoint import read_config
 from engine.models.compiled_decoder import CompiledDecoder, Forms, why_not
-from engine.models.decoder import Decoder
 from engine.models.registry import decoder_config
-from engine.models.weights import load_weights
+from engine.models.weights import WeightReader
 from tests.models.conftest import FAMILIES, longrope
 
 BLOCK_SIZE = 16
@@ -52,9 +51,9 @@ class Stack:
         config = decoder_config(read_config(folder))
         dtype = torch.float32 if forms.layers is Form.FLOAT32 else torch.bfloat16
         assert why_not(config, BLOCK_SIZE, dtype, is_quantized=False) is None
-        decoder = Decoder(config, MAX_MODEL_LEN, dtype)
-        load_weights(folder, decoder.destinations(), lambda done, total: None)
-        self.model = CompiledDecoder(decoder, 512, MAX_MODEL_LEN, Team(load(variant), num_threads, 20_000), forms)
+        fill = WeightReader(folder, 0, lambda done, total: None).fill
+        team = Team(load(variant), num_threads, 20_000)
+        self.model = CompiledDecoder(config, dtype, fill, 512, MAX_MODEL_LEN, team, forms)
         kv_dtype = torch.int8 if forms.pages is Form.INT8 else dtype
         spec = KVCacheSpec(
             num_layers=config.num_layers,
