@@ -27,6 +27,7 @@ from engine.protocol import (
     EngineStopped,
     Shutdown,
     StartProgress,
+    StepsRead,
     UtilityCall,
     UtilityResult,
 )
@@ -101,6 +102,8 @@ class Harness:
             case EngineReady():
                 self.phases.append("ready")
             case EngineCoreOutputs():
+                if message.step:
+                    self.send(StepsRead(message.step))
                 self.stats = message.scheduler_stats or self.stats
                 self.results |= {result.call_id: result for result in message.utility_results}
                 for output in message.outputs:

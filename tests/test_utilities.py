@@ -189,7 +189,7 @@ async def test_a_dump_says_first_what_one_asks_first_and_then_shows_the_tree() -
         assert "queues: 1 running, 0 waiting, 0 messages in the inbox, 0 in the outbox" in state
         assert "calls: 0 wait for a pause, 0 for the runner" in state
         assert "no step is possible: the core waits for resume" in state
-        assert "EngineCoreServer._step_task" in tree
+        assert "StepLoop.run" in tree
         assert "EngineCoreServer._receive_task" in tree
 
 

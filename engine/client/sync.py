@@ -21,6 +21,7 @@ from engine.executor.base import Progress
 from engine.handshake import TERM_GRACE_S
 from engine.outputs import RequestId
 from engine.protocol import (
+    MAX_STEPS_AHEAD,
     AbortReason,
     AbortRequest,
     Acknowledge,
@@ -32,6 +33,7 @@ from engine.protocol import (
     EngineStopped,
     Shutdown,
     StartProgress,
+    StepsRead,
     UtilityCall,
     UtilityResult,
 )
@@ -53,6 +55,7 @@ class SyncMPClient(SynchronousClient):
         self._received: deque[EngineMessage] = deque()
         self._answers: dict[int, UtilityResult | None] = {}
         self._num_calls = 0
+        self._told_step = 0
         self._is_stopping = False
         try:
             connection.open(config)
@@ -171,6 +174,9 @@ class SyncMPClient(SynchronousClient):
                     if result.call_id in self._answers:  # else nobody waits for it any more
                         self._answers[result.call_id] = result
                 self._outputs.append(message)
+                if message.step >= self._told_step + MAX_STEPS_AHEAD // 2:  # kept here, so as good as read
+                    self._told_step = message.step
+                    self._connection.send(StepsRead(message.step))
             case EngineStopped():
                 self._connection.send(Acknowledge())
                 self.has_stopped = self._is_stopping
