@@ -30,7 +30,7 @@ from engine.verbs import Verb as Verb
 PROTOCOL_VERSION = 2
 
 MAX_STEPS_AHEAD = 8
-"""Steps that an engine may end beyond the last one of which it knows that its client has read the outputs.
+"""An engine launches no step once so many have ended since the last of which it knows that its outputs were read.
 
 The client says so at the latest when half of them are unsaid, so that one which reads holds nobody up.
 """
