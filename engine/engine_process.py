@@ -24,7 +24,7 @@ from functools import partial
 
 import trio
 
-from engine.bad_messages import answer_bad_message, report_bad_message
+from engine.bad_messages import answer_bad_message, refuse_bad_message
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.executor.inline import InlineExecutor
@@ -110,7 +110,7 @@ class ProcessConnection:
         self._router = router
         self._senders = [SendChannel[ClientMessage](router, to=identity_of(index)) for index in range(num_engines)]
         self._hellos = RouterReceiveChannel[EngineHello](router, EngineHello, on_bad_message=refuse_hello)
-        self._receiver = ReceiveChannel[EngineMessage](pull, EngineMessage, on_bad_message=report_bad_message)
+        self._receiver = ReceiveChannel[EngineMessage](pull, EngineMessage, on_bad_message=refuse_bad_message)
         self._folder: str | None = folder
         self._is_starting = True
         self._waiting = trio.CancelScope()

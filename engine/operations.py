@@ -52,6 +52,10 @@ class Resumed(MetronomeError):
     """A pause was undone before it was complete."""
 
 
+class Overtaken(MetronomeError):
+    """A later pause froze the requests whose end this one waited for."""
+
+
 class OnRunner(NamedTuple):
     """A verb waits for the runner's answer to `verb`."""
 
@@ -124,13 +128,18 @@ class Operations:
             self._core.reset_prefix_cache(reset_running=True)
 
     def _until_paused(self, mode: PauseMode) -> Operation:
-        """Pause; raises Resumed where somebody undoes it meanwhile, whatever is paused after that."""
+        """Pause; raises Resumed where somebody undoes it meanwhile, whatever is paused after that.
+
+        Raises Overtaken where who was to end is frozen: only `keep` may say that it is done while somebody runs.
+        """
         self._core.pause(mode)
         self._num_pauses += 1
         num_resumes = self._num_resumes
         yield PAUSED
         while self._num_resumes == num_resumes:
             if self._core.is_paused:
+                if mode is not PauseMode.KEEP and self._core.stats().num_running:
+                    raise Overtaken("a later pause by keep froze the requests that this one waited for")
                 return
             yield PAUSED
         raise Resumed("resumed before the pause was complete")

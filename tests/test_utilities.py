@@ -394,6 +394,23 @@ async def test_a_pause_that_was_undone_fails_though_another_one_follows_at_once(
         assert "a" not in harness.ends
 
 
+@pytest.mark.parametrize("verb", [Pause(PauseMode.WAIT), Sleep(1, PauseMode.WAIT)])
+async def test_a_pause_by_wait_is_told_that_a_later_one_froze_what_it_waited_for(verb: Any) -> None:
+    async with running(null_step_ms=1) as harness:
+        harness.add("a", [65], THIRTY)
+        await harness.read_until(lambda: "a" in harness.tokens)
+        for call_id, asked in enumerate([verb, Pause(PauseMode.KEEP)]):
+            harness.send(UtilityCall(call_id, asked))
+        await harness.read_until(lambda: len(harness.results) == 2)
+        assert harness.results[0].failure.type == "Overtaken"
+        assert harness.results[1].failure is None
+        assert "a" not in harness.ends
+        await ask(harness, Resume())
+        await harness.read_until(lambda: "a" in harness.ends)
+        assert harness.tokens["a"] == expected_tokens([65], THIRTY, 30)
+        await assert_serves(harness)
+
+
 @pytest.mark.parametrize("was_paused", [True, False])
 async def test_a_sleep_that_fails_leaves_the_engine_as_it_was(
     monkeypatch: pytest.MonkeyPatch, was_paused: bool

@@ -34,7 +34,7 @@ from engine.protocol import (
     UtilityCall,
     UtilityResult,
 )
-from engine.verbs import STOPPING, Verb, value_of
+from engine.verbs import STOPPING, UNSENDABLE, Verb, value_of
 
 
 class Connection(Protocol):
@@ -156,6 +156,10 @@ class AsyncMPClient(EngineCoreClient):
         call = self._calls[call_id] = _Call(verb)
         try:
             self._send(UtilityCall(call_id, verb))
+        except UNSENDABLE as error:
+            del self._calls[call_id]
+            raise UtilityError(type(verb).__name__, Cause.of(error)) from error
+        try:
             with trio.move_on_after(timeout_s):
                 await call.answered.wait()
         finally:

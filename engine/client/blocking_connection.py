@@ -22,7 +22,7 @@ import shutil
 import threading
 import time
 
-from engine.bad_messages import report_bad_message
+from engine.bad_messages import refuse_bad_message
 from engine.client.interrupts import InterruptsHeld
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError
@@ -100,13 +100,17 @@ class BlockingConnection:
         return self._wait_for(self._pull, deadline_s)
 
     def take(self) -> list[EngineMessage]:
-        """Return the messages that wait, without waiting; they are gone from here."""
+        """Return the messages that wait, without waiting; they are gone from here.
+
+        Raises:
+            EngineDeadError: One of them cannot be read; those before it are lost with it.
+        """
         messages: list[EngineMessage] = []
         while len(messages) < MAX_RECEIVED and (frames := self._pull.take()) is not None:
             try:
                 messages.append(self._decoder.decode(frames))
             except DecodeError as error:
-                report_bad_message(error)
+                refuse_bad_message(error)
         return messages
 
     def wait_exit(self, timeout_s: float) -> None:

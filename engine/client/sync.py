@@ -16,7 +16,7 @@ from engine.client.blocking_connection import BlockingConnection
 from engine.client.interrupts import InterruptsHeld
 from engine.client.synchronous import STOP_TIMEOUT_S, SynchronousClient
 from engine.config import EngineConfig
-from engine.errors import Cause, EngineDeadError, UtilityTimeout, startup_error
+from engine.errors import Cause, EngineDeadError, UtilityError, UtilityTimeout, startup_error
 from engine.executor.base import Progress
 from engine.handshake import TERM_GRACE_S
 from engine.outputs import RequestId
@@ -37,7 +37,7 @@ from engine.protocol import (
     UtilityCall,
     UtilityResult,
 )
-from engine.verbs import Verb, value_of
+from engine.verbs import UNSENDABLE, Verb, value_of
 
 
 class SyncMPClient(SynchronousClient):
@@ -94,8 +94,11 @@ class SyncMPClient(SynchronousClient):
         call_id = self._num_calls
         self._answers[call_id] = None
         try:
-            with InterruptsHeld():
-                self._connection.send(UtilityCall(call_id, verb))
+            try:
+                with InterruptsHeld():
+                    self._connection.send(UtilityCall(call_id, verb))
+            except UNSENDABLE as error:
+                raise UtilityError(type(verb).__name__, Cause.of(error)) from error
             while (result := self._answers[call_id]) is None:
                 if self.death is not None:
                     raise self.death
@@ -158,13 +161,12 @@ class SyncMPClient(SynchronousClient):
         try:
             if not self._received and not self._connection.wait(deadline_s):
                 return False
+            with InterruptsHeld():
+                self._received.extend(self._connection.take())
+                while self._received:
+                    self._take_in(self._received.popleft())
         except EngineDeadError as death:
             self._end(death)
-            return True
-        with InterruptsHeld():
-            self._received.extend(self._connection.take())
-            while self._received:
-                self._take_in(self._received.popleft())
         return True
 
     def _take_in(self, message: EngineMessage) -> None:

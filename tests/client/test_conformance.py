@@ -535,6 +535,10 @@ async def test_the_prefix_cache_is_hit_until_it_is_reset_and_not_reset_while_in_
         await log.until_ended(held)
 
 
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
+
+
 class NoVerb(msgspec.Struct, array_like=True, tag=True):
     timeout_s: ClassVar[float] = 10.0
 
@@ -545,6 +549,9 @@ class NoVerb(msgspec.Struct, array_like=True, tag=True):
         (NoVerb(), "Call to NoVerb failed: ValueError: (engine 0: )?there is no verb"),
         (Pause("sideways"), "Call to Pause failed: ValueError: (engine 0: )?wrong argument"),
         (ListLoras(), "Call to ListLoras failed: NotEnabled"),
+        (CollectiveRpc("ping", [object()]), "Call to CollectiveRpc failed: TypeError"),
+        (CollectiveRpc("ping", [2**70]), "Call to CollectiveRpc failed: OverflowError"),
+        (CollectiveRpc("ping", ENDLESS), "Call to CollectiveRpc failed: RecursionError"),
         (CollectiveRpc("exec"), "Call to CollectiveRpc failed: ValueError: (engine 0: )?a runner has no method 'exec'"),
     ],
     ids=lambda value: type(value).__name__,
@@ -578,6 +585,33 @@ async def test_what_the_engine_cannot_decode_is_answered_with_the_reason(open_ki
         with pytest.raises(UtilityError, match=r"Call to NoWord failed: DecodeError: .*unknown msgpack extension 9"):
             await face.call(NoWord())  # type: ignore[arg-type]
         await assert_idle_and_well(face, log)
+
+
+class Cutting:
+    """A decoder to which each message comes without its last byte."""
+
+    def __init__(self, decoder: Any) -> None:
+        self._decoder = decoder
+
+    def decode(self, frames: list[Any]) -> Any:
+        return self._decoder.decode([bytes(frames[0])[:-1], *frames[1:]])
+
+
+async def test_what_the_client_cannot_decode_is_the_engines_end_for_whoever_waits(open_killable: Open) -> None:
+    async with open_killable(null_step_ms=1) as face:
+        log = Log(face)
+        asked = request([1], LONG)
+        face.client.add_request(asked)
+        await log.until_tokens(asked)
+        connection: Any = face.client._connection  # type: ignore[attr-defined]
+        decoding = getattr(connection, "_receiver", connection)
+        decoding._decoder = Cutting(decoding._decoder)
+        with pytest.raises(EngineDeadError, match="a message of the engine cannot be decoded"):
+            await log.until_ended(asked)
+        with pytest.raises(EngineDeadError, match="cannot be decoded"):
+            await face.call(GetStats())
+        assert log.has_right_tokens(asked)
+        assert face.client.num_live == 0
 
 
 async def test_answers_come_in_their_own_types(open_face: Open) -> None:
