@@ -30,6 +30,7 @@ from engine.errors import EngineDeadError
 from engine.executor.inline import InlineExecutor
 from engine.executor.runners import make_runner
 from engine.handshake import (
+    MAX_RECEIVED,
     TERM_GRACE_S,
     check_hello,
     death_of,
@@ -62,8 +63,6 @@ logger = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 2e-4
 """How long a thread may keep the GIL from another: at the default 5 ms a busy thread starves the step loop."""
-MAX_RECEIVED = 256
-"""Messages taken from a socket in one go."""
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 

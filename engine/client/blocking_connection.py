@@ -27,6 +27,7 @@ from engine.client.interrupts import InterruptsHeld
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError
 from engine.handshake import (
+    MAX_RECEIVED,
     check_hello,
     death_of,
     engine_argv,
@@ -42,9 +43,6 @@ from transport.nonblocking_socket import CAN_RECEIVE, Context, NonblockingSocket
 from transport.spawn import returncode_of_zombie, start_child, write_to_stderr
 
 logger = logging.getLogger(__name__)
-
-MAX_RECEIVED = 256
-"""Messages taken in one go."""
 
 
 class BlockingConnection:
