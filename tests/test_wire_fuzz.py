@@ -32,6 +32,7 @@ from engine.protocol import (
     EngineMessage,
     EngineReady,
     StartProgress,
+    StepsRead,
     UtilityCall,
     UtilityResult,
     Verb,
@@ -62,6 +63,7 @@ CLIENT_MESSAGES = [
     EngineCoreRequest(REQUEST, "chat-1", list(range(300)), PARAMS, 1.5, -3, "me", "salt", 1, 2, {"a": "b"}, {"x": [1]}),
     EngineCoreRequest(REQUEST, "", [1], SamplingParams(), 0.0),
     AbortRequest([REQUEST, RequestId("")], AbortReason.STOP_STRING),
+    StepsRead(1 << 40),
     *(UtilityCall(number, verb) for number, verb in enumerate(plain(Verb))),
     *plain(ClientMessage),
 ]

@@ -26,7 +26,7 @@ FORM = AnswerForm(
 
 async def chat_completions(state: ServerState) -> Response:
     """Answer the current request; without a limit of its own it may fill the context."""
-    request = decode_chat_completion(await read_json_body())
+    request = decode_chat_completion(await read_json_body(state))
     state.check_accepting(request.model)
     params = request.sampling_params(**state.engine.tokenizer.sampling_defaults, max_tokens=None)
     try:
