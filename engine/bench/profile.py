@@ -1,7 +1,7 @@
 """Where the time of a step goes: timers laid around an engine's calls for a block, and taken off after it.
 
-Off, they cost nothing, for they are not there. The runner's own timings (flatten, forward, logits, sample) are read
-from the results of its steps.
+Off, they cost nothing, for they are not there. The runner's own timings (flatten, operations by kind, the rest of the
+forward, logits, sample) are read from the results of its steps.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.protocol import EngineCoreOutputs
 from transport.codec import Encoder
 
-MODEL_PARTS = ("attention", "linears and rest of forward", "logits")
-"""The model itself; all other parts are Python outside the forward."""
+OUTSIDE_THE_MODEL = {"flatten", "sample"}
+"""Parts of the runner's half of a step that are not the model itself; nor is what is not the runner's."""
 
 
 class StepProfile:
@@ -29,6 +29,7 @@ class StepProfile:
     def __init__(self) -> None:
         """Start with nothing."""
         self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._runner: defaultdict[str, float] = defaultdict(float)
         self._num_steps = 0
         self._encode = Encoder().encode
 
@@ -44,16 +45,16 @@ class StepProfile:
             attention = getattr(client.runner, "attention", None)
             if attention is None:  # the integer model: all of its step is forward
                 stack.enter_context(_wrapped(client.runner, "execute", self._timing("forward")))
-            else:
-                stack.enter_context(_wrapped(attention, "attend", self._timing("attention")))
+            elif hasattr(attention, "attend"):  # operations in C tell their times themselves
+                stack.enter_context(_wrapped(attention, "attend", self._timing("attend")))
             began = time.perf_counter()
             yield
             self._seconds["all"] += time.perf_counter() - began
 
     def python_share(self) -> float:
-        """Return the share of a step, in percent, that is neither attention, linears nor logits."""
-        parts = self._parts()
-        return 100 - 100 * sum(parts[name] for name in MODEL_PARTS) / (sum(parts.values()) or 1.0)
+        """Return the share of a step, in percent, that is not the model itself."""
+        model = sum(seconds for part, seconds in self._runner_parts().items() if part not in OUTSIDE_THE_MODEL)
+        return 100 - 100 * model / (sum(self._parts().values()) or 1.0)
 
     def table(self) -> Table:
         """Return milliseconds a step and percent, by part; `send` comes beside the total."""
@@ -64,17 +65,17 @@ class StepProfile:
             table.rows[name] = [1000 * seconds / max(1, self._num_steps), 100 * seconds / total]
         return table
 
+    def _runner_parts(self) -> dict[str, float]:
+        """Return what the runner says of its half, attention apart from the rest of the forward."""
+        parts = dict(self._runner)
+        parts["forward"] = parts.get("forward", 0.0) + self._seconds["forward"]
+        if self._seconds["attend"]:
+            parts |= {"attend": self._seconds["attend"], "forward": parts["forward"] - self._seconds["attend"]}
+        return parts
+
     def _parts(self) -> dict[str, float]:
         seconds = self._seconds
-        parts = {
-            "plan": seconds["plan"],
-            "flatten": seconds["flatten"],
-            "attention": seconds["attention"],
-            "linears and rest of forward": seconds["forward"] - seconds["attention"],
-            "logits": seconds["logits"],
-            "sample": seconds["sample"],
-            "commit": seconds["commit"],
-        }
+        parts = {"plan": seconds["plan"], **self._runner_parts(), "commit": seconds["commit"]}
         parts["rest of the step"] = seconds["step"] - sum(parts.values())
         parts["text and bookkeeping"] = seconds["all"] - seconds["step"] - seconds["send"]
         return parts
@@ -95,7 +96,7 @@ class StepProfile:
     def _take_timings(self, _: None, plan: SchedulerOutput, output: ModelRunnerOutput, now: float) -> None:
         self._num_steps += bool(plan.requests)
         for part, seconds in output.timings.items():
-            self._seconds[part] += seconds
+            self._runner[part] += seconds
 
     def _encode_outputs(self, message: EngineCoreOutputs) -> None:
         """Encode a step's outputs as a served engine does when it sends them."""

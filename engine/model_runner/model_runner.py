@@ -184,7 +184,9 @@ class ModelRunner:
         assert self._model is not None
         hidden = self._model.forward(batch.token_ids, batch.positions, prepared)
         prompt_hidden = [hidden[rows.first_row : rows.first_row + len(rows.targets)] for rows in batch.prompts]
-        timings = {"flatten": flattened - began, "forward": time.perf_counter() - flattened}
+        operations = self._model.operation_seconds
+        rest = time.perf_counter() - flattened - sum(operations.values())
+        timings = {"flatten": flattened - began, **operations, "forward": rest}
         self._executed.append(_Executed(plan, batch, hidden[batch.last_rows], prompt_hidden, timings))
 
     @torch.inference_mode()

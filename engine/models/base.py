@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -49,6 +49,10 @@ class Model(Protocol):
     @property
     def config(self) -> ModelShape:
         """Its shape."""
+
+    @property
+    def operation_seconds(self) -> Mapping[str, float]:
+        """Of the last forward the time by kind of operation; empty where it is not known."""
 
     def use_attention(self, pages: Any) -> None:
         """Attend to `pages` from now on, of the kind that was chosen with the model, which does not own them."""

@@ -10,6 +10,7 @@ import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from engine.attention.compiled import CompiledPages
@@ -140,6 +141,15 @@ class CompiledDecoder:
         fill({"model.norm.weight": norm.weight})
         self._final_norm = self._norm(norm, self._hidden, self._normed, Form.FLOAT32)
         self._program: Program
+        self._kinds: list[Kind] = []
+
+    @property
+    def operation_seconds(self) -> dict[str, float]:
+        """See `Model.operation_seconds`."""
+        seconds = dict.fromkeys((kind.name.lower() for kind in self._kinds), 0.0)
+        for kind, time_ns in zip(self._kinds, self._times_ns.tolist(), strict=True):
+            seconds[kind.name.lower()] += time_ns / 1e9
+        return seconds
 
     def use_attention(self, pages: CompiledPages) -> None:
         """See `Model.use_attention`."""
@@ -154,12 +164,17 @@ class CompiledDecoder:
                     operation.group, operation.block_size = group, pages.block_size
                     operation.pages = pointer(pages.pages[place])
             operations += layer
-        self._program = Program([*operations, self._final_norm], [self._memory, pages])
+        operations.append(self._final_norm)
+        self._program = Program(operations, [self._memory, pages])
+        self._kinds = [Kind(operation.kind) for operation in operations]
+        self._times_ns = np.zeros(len(operations), dtype=np.int64)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
         """See `Model.forward`."""
         step, _ = batch
         step.token_ids, step.positions = pointer(token_ids), pointer(positions)
+        self._times_ns[:] = 0
+        step.times = pointer(self._times_ns)
         self._program.run(step, self._team)
         return self._normed[: len(token_ids) * self.config.hidden_size].view(len(token_ids), -1).clone()
 

@@ -57,6 +57,7 @@ class Decoder:
         self._head = Linear(self._embedding if config.ties_embeddings else torch.empty_like(self._embedding))
         self._rotaries = {rope: RotaryEmbedding(rope, max_model_len, dtype) for rope in set(config.ropes) if rope}
         self._attention: AttentionBackend | None = None
+        self.operation_seconds: dict[str, float] = {}
 
     def destinations(self) -> dict[str, torch.Tensor]:
         """Name every tensor of the checkpoint and the view it is to be copied into; valid until `pack`."""

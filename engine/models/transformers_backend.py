@@ -123,6 +123,7 @@ class TransformersModel:
 
     def __init__(self, body: Body, shape: TransformersShape) -> None:
         """Run `body`, whose module must attend under `ATTENTION_NAME`; `shape` is what the guard found."""
+        self.operation_seconds: dict[str, float] = {}
         self.config = shape
         self._body = body
         self._backend: AttentionBackend | None = None
