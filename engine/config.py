@@ -116,6 +116,9 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
         SchedulingPolicy,
         Meta(description="order of requests: by arrival, by their priority, or in turn by client (user)"),
     ] = "fcfs"
+    stream_interval: Annotated[
+        int, Meta(description="new tokens an output of a stream waits for; requests may ask for more", ge=1, le=65536)
+    ] = 1
     seed: Annotated[
         int, Meta(description="of the client's generator, for requests without a seed", ge=0, le=2**63 - 1)
     ] = 0

@@ -165,7 +165,7 @@ class LLMEngine:
             RequestError: The prompt, an option or a parameter was refused.
         """
         params = params or SamplingParams(**self.tokenizer.sampling_defaults)
-        tokenized = self._input_processor.tokenize(prompt)
+        tokenized = self._input_processor.tokenize(prompt, params)
         label, requests = self._input_processor.make_requests(tokenized, params, options)
         kind = params.output_kind or kind
         state = RequestState(label, tokenized.text, requests, kind, self.tokenizer, time.monotonic())

@@ -35,7 +35,6 @@ _NOT_BUILT: Neutral = {
     "use_beam_search": (False,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
     "add_special_tokens": (True,),
 }
@@ -131,6 +130,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    logprob_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     seed: int | None = None
     max_tokens: int | None = None
@@ -141,9 +141,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     response_format: ResponseFormat | None = None
     ignore_eos: bool | None = None
     repetition_detection: RepetitionDetection | None = None
+    truncate_prompt_tokens: int | None = None
     skip_reading_prefix_cache: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    stream_interval: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Priority | None = None
@@ -212,6 +214,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     @property
     def num_logprobs(self) -> int | None:
         """How many of the likeliest tokens to tell beside each token; None for no logprobs at all."""
+        if self.logprob_token_ids is not None:
+            return self.top_logprobs
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def check(self) -> None:
@@ -219,8 +223,11 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
         super().check()
         if not self.messages:
             raise InvalidRequest("messages must hold at least one message, got none", param="messages")
-        if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
+        for name in ("top_logprobs", "logprob_token_ids"):
+            if getattr(self, name) and not self.logprobs:
+                raise InvalidRequest(f"{name} needs logprobs to be true", param=name)
+        if self.logprob_token_ids is not None and self.top_logprobs is not None:
+            raise InvalidRequest("top_logprobs and logprob_token_ids contradict each other", param="top_logprobs")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
             message = f"top_logprobs must be from 0 to {MAX_LOGPROBS}, got {self.top_logprobs}"
             raise InvalidRequest(message, param="top_logprobs")

@@ -166,7 +166,7 @@ class AsyncLLM(AsyncVerbs):
         kind = params.output_kind or OutputKind.DELTA
         arrival_s = trio.current_time()
         self._check_accepts()
-        tokenized = await self._tokenize(prompt)
+        tokenized = await self._tokenize(prompt, params)
         self._check_accepts()
         options = RequestOptions(request_id, priority, cache_salt, client_key, data_parallel_rank)
         label, requests = self._input_processor.make_requests(tokenized, params, options)
@@ -196,14 +196,14 @@ class AsyncLLM(AsyncVerbs):
             self._abort_state(state, AbortReason.CLIENT, told=True)
         return len(states)
 
-    async def _tokenize(self, prompt: PromptInput) -> Prompt:
+    async def _tokenize(self, prompt: PromptInput, params: SamplingParams) -> Prompt:
         """Tokenize text and messages in a thread; ids are only checked, here."""
         is_messages = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
         if not (isinstance(prompt, str) or is_messages):
             await trio.lowlevel.checkpoint()
-            return self._input_processor.tokenize(prompt)
+            return self._input_processor.tokenize(prompt, params)
         tokenize = self._input_processor.tokenize
-        return await trio.to_thread.run_sync(tokenize, prompt, limiter=self._tokenizer_limiter)
+        return await trio.to_thread.run_sync(tokenize, prompt, params, limiter=self._tokenizer_limiter)
 
     def _abort_state(self, state: RequestState, reason: AbortReason, *, told: bool = False) -> None:
         unfinished = [i for i, completion in state.completions.items() if told or not completion.is_finished]

@@ -14,8 +14,9 @@ from engine.client.tokenizer import Tokenizer
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.outputs import RequestId
+from engine.parameter_checks import check_text
 from engine.protocol import EngineCoreRequest, EngineReady
-from engine.sampling_params import SamplingParams, check_text
+from engine.sampling_params import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
 PromptInput = str | Sequence[int] | Messages
@@ -31,6 +32,7 @@ _NEEDS_LOGITS = (
     "allowed_token_ids",
     "bad_words",
     "logprobs",
+    "logprob_token_ids",
     "prompt_logprobs",
 )
 """Parameters that the integer model, which has no logits, cannot obey."""
@@ -67,23 +69,24 @@ class InputProcessor:
         self._client_index = client_index
         self._has_logits = config.model != "null"
         self._policy = config.scheduling_policy
+        self._stream_interval = config.stream_interval
         self._seeds = random.Random(config.seed)
         self._num_requests = 0
 
-    def tokenize(self, prompt: PromptInput) -> Prompt:
-        """Turn a prompt into token ids; text is None where ids were given.
+    def tokenize(self, prompt: PromptInput, params: SamplingParams = _NEUTRAL) -> Prompt:
+        """Turn a prompt into token ids, truncated as `params` ask; text is None where ids were given, else the whole.
 
         Raises:
-            PromptTooLong: The text cannot fit the context; the caller's fault.
+            PromptTooLong: The text cannot fit the context, and is not to be truncated; the caller's fault.
             InvalidRequest: The prompt is empty, of no known form, or the template refuses it; the caller's fault.
         """
         if isinstance(prompt, str):
             text: str | None = prompt
-            self._check_length(prompt)
+            self._check_length(prompt, params)
             ids = self._tokenizer.encode(prompt)
         elif isinstance(prompt, Sequence) and prompt and all(isinstance(part, Mapping) for part in prompt):
             text = self._tokenizer.apply_chat_template(prompt)
-            self._check_length(text)
+            self._check_length(text, params)
             ids = self._tokenizer.encode(text, add_special_tokens=False)
         elif isinstance(prompt, Sequence) and all(type(part) is int for part in prompt):
             text, ids = None, list(cast("Sequence[int]", prompt))
@@ -95,7 +98,7 @@ class InputProcessor:
         if not ids:
             raise InvalidRequest("the prompt is empty: at least one token is needed", param="prompt")
         self._check_ids(ids)
-        return Prompt(text, ids)
+        return Prompt(text, self._truncated(ids, params))
 
     def make_requests(
         self, prompt: Prompt, params: SamplingParams, options: RequestOptions
@@ -144,6 +147,7 @@ class InputProcessor:
             seed=seed % 2**_SEED_BITS,
             max_tokens=room if params.max_tokens is None else params.max_tokens,
             eos_token_ids=tuple(self._tokenizer.eos_token_ids),
+            stream_interval=max(self._stream_interval, params.stream_interval or 1),
         )
         return EngineCoreRequest(
             request_id=RequestId(internal_id),
@@ -165,7 +169,8 @@ class InputProcessor:
                     message = f"{name} needs a model with logits, and the integer model has none: leave it out"
                     raise InvalidRequest(message, param=name)
             return params
-        for name, token_ids in (("allowed_token_ids", params.allowed_token_ids), ("logit_bias", params.logit_bias)):
+        for name in ("allowed_token_ids", "logit_bias", "logprob_token_ids"):
+            token_ids = getattr(params, name)
             if token_ids and max(token_ids) >= self._vocab_size:
                 raise InvalidRequest(
                     f"{name} holds token id {max(token_ids)}, which is outside the vocabulary: ids are from 0 to "
@@ -185,13 +190,22 @@ class InputProcessor:
         texts = (word, f" {word}")
         return [ids for text in texts if (ids := tuple(self._tokenizer.encode(text, add_special_tokens=False)))]
 
-    def _check_length(self, text: str) -> None:
+    def _truncated(self, ids: list[int], params: SamplingParams) -> list[int]:
+        """Return the last tokens of a prompt, as many as `params` allow."""
+        most = params.truncate_prompt_tokens
+        if most is None:
+            return ids
+        if most == -1:
+            most = max(1, self._max_model_len - (params.max_tokens or 1))
+        return ids[-most:]
+
+    def _check_length(self, text: str, params: SamplingParams) -> None:
         """Refuse, before the work of tokenizing it, a text that cannot fit however it is tokenized."""
         max_chars = self._max_model_len * self._tokenizer.max_token_chars
-        if len(text) > max_chars:
+        if len(text) > max_chars and params.truncate_prompt_tokens is None:
             raise PromptTooLong(
                 f"the prompt has {len(text)} characters, and at most {max_chars} can fit the context of "
-                f"{self._max_model_len} tokens: shorten it",
+                f"{self._max_model_len} tokens: shorten it, or set truncate_prompt_tokens",
                 param="prompt",
             )
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import msgspec
 
-from engine.client.detokenizer import Detokenizer
+from engine.client.detokenizer import Detokenizer, Increment
 from engine.client.tokenizer import Tokenizer
 from engine.errors import Cause
 from engine.outputs import FinishReason, RequestId
@@ -98,6 +99,14 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: Logprobs | None = None
 
 
+class _NoText:
+    """Stands in for a detokenizer where no text is wanted."""
+
+    def update(self, new_token_ids: Sequence[int], finished: bool) -> Increment:
+        """Count the tokens."""
+        return Increment("", None, len(new_token_ids))
+
+
 class Completion:
     """One of a request's completions: turns its tokens into text and keeps what nobody has fetched yet."""
 
@@ -108,7 +117,10 @@ class Completion:
         self.num_tokens = 0
         self.is_finished = False
         self._kind = kind
-        self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.sampling_params)
+        params = request.sampling_params
+        self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, params) if params.detokenize else _NoText()
+        self._interval = params.stream_interval or 1
+        self._num_told = 0
         self._pending = CompletionOutput(index=index, token_ids=[])
         self._logprobs: list[Logprobs] = []
         self._has_news = False
@@ -142,9 +154,10 @@ class Completion:
 
     def fetch(self) -> CompletionOutput | None:
         """Return what is new, of the asked kind, or None when there is nothing to tell yet."""
-        if not self._has_news or (self._kind is OutputKind.FINAL_ONLY and not self.is_finished):
+        if not self._has_news or not (self.is_finished or self._is_due):
             return None
         self._has_news = False
+        self._num_told = self.num_tokens
         if self._kind is OutputKind.DELTA:
             told = self._pending
             told.logprobs = self._told_logprobs()
@@ -152,6 +165,13 @@ class Completion:
             self._logprobs = []
             return told
         return self.final()
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether what is new of a completion that goes on is to be told: its first token is, then intervals."""
+        if self._kind is OutputKind.FINAL_ONLY:
+            return False
+        return not self._num_told or self.num_tokens - self._num_told >= self._interval
 
     def final(self) -> CompletionOutput:
         """Return all so far of a completion that is not read by deltas."""

@@ -92,11 +92,23 @@ def sample(
     random = [i for i, row in enumerate(rows) if i not in failed and not row.params.is_greedy]
     if random:
         token_ids[random] = _draw(logits[random], [rows[i] for i in random])
-    logprobs = {}
-    if asking:
-        gathered = processors.gather_logprobs(unprocessed, token_ids[asking])
-        logprobs = {i: gathered.part(j, j + 1, rows[i].params.logprobs) for j, i in enumerate(asking)}
+    logprobs = _gather_logprobs(unprocessed, token_ids, rows, asking) if asking else {}
     return Samples(token_ids.tolist(), failed, logprobs)
+
+
+def _gather_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, rows: Sequence[SamplingRow], asking: Sequence[int]
+) -> dict[int, Logprobs]:
+    """Return what each row of `asking` wants to be told by its row of `logits`: the likeliest tokens, or named ones."""
+    gathered = processors.gather_logprobs(logits, token_ids[asking])
+    told = {i: gathered.part(j, j + 1, rows[i].params.logprobs) for j, i in enumerate(asking)}
+    naming = [j for j, i in enumerate(asking) if rows[i].params.logprob_token_ids is not None]
+    if naming:
+        lists = [torch.tensor(rows[asking[j]].params.logprob_token_ids) for j in naming]
+        named = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)
+        gathered = processors.gather_named_logprobs(logits[naming], token_ids[asking][naming], named)
+        told |= {asking[j]: gathered.part(k, k + 1, len(lists[k])) for k, j in enumerate(naming)}
+    return told
 
 
 def _nothing_allowed(row: SamplingRow, has_grammar: bool) -> str:
