@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from engine.client.async_llm import AsyncLLM, Stream
     from engine.client.output_processor import CompletionOutput, RequestOutput
+    from engine.client.session import Session
     from engine.config import EngineConfig
     from engine.errors import EngineDeadError, MetronomeError, UtilityError, UtilityTimeout
     from engine.launch import open_engine
@@ -31,6 +32,7 @@ _HOME = {
     "OutputKind": "engine.sampling_params",
     "RequestOutput": "engine.client.output_processor",
     "SamplingParams": "engine.sampling_params",
+    "Session": "engine.client.session",
     "Stream": "engine.client.async_llm",
     "StructuredOutputsParams": "engine.sampling_params",
     "UtilityError": "engine.errors",
@@ -49,6 +51,7 @@ __all__ = [
     "OutputKind",
     "RequestOutput",
     "SamplingParams",
+    "Session",
     "Stream",
     "StructuredOutputsParams",
     "UtilityError",

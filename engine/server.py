@@ -43,6 +43,7 @@ from engine.protocol import (
     EngineMessage,
     EngineReady,
     EngineStopped,
+    SessionPart,
     Shutdown,
     StartProgress,
     UtilityCall,
@@ -285,6 +286,8 @@ class EngineCoreServer:
                     self._add(core, message)
                 case CompiledFor(request_id, grammar):
                     core.set_grammar(request_id, grammar)
+                case SessionPart():
+                    self._extend(core, message)
                 case AbortRequest():
                     core.abort(message.request_ids, message.reason)
                 case UtilityCall():
@@ -312,12 +315,22 @@ class EngineCoreServer:
         if self._is_draining:
             core.abort([request.request_id], AbortReason.SHUTDOWN)
 
+    def _extend(self, core: EngineCore, part: SessionPart) -> None:
+        """Give a session its next part; once nothing new is taken, every session was closed, and it is dropped."""
+        if self._is_draining:
+            return
+        try:
+            core.extend(part)
+        except ValueError:
+            logger.exception("a part for request %s was not taken", part.request_id)
+
     def _drain(self, core: EngineCore) -> None:
         """Take nothing new; what waits runs, for nobody could resume or wake the engine up any more.
 
         An engine that cannot wake up ends with that cause, which all who wait for it learn.
         """
         self._is_draining = True
+        core.close_sessions()
         self._utilities.stop()
         if self._operations.asleep:
             self._utilities.wake_up()

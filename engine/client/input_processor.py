@@ -15,7 +15,7 @@ from engine.config import EngineConfig
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.outputs import RequestId
 from engine.parameter_checks import check_text
-from engine.protocol import EngineCoreRequest, EngineReady
+from engine.protocol import EngineCoreRequest, EngineReady, SessionPart
 from engine.sampling_params import SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
@@ -73,8 +73,10 @@ class InputProcessor:
         self._seeds = random.Random(config.seed)
         self._num_requests = 0
 
-    def tokenize(self, prompt: PromptInput, params: SamplingParams = _NEUTRAL) -> Prompt:
+    def tokenize(self, prompt: PromptInput, params: SamplingParams = _NEUTRAL, is_first: bool = True) -> Prompt:
         """Turn a prompt into token ids, truncated as `params` ask; text is None where ids were given, else the whole.
+
+        A part of a session that is not its first begins no text: it is given no special tokens and is no conversation.
 
         Raises:
             PromptTooLong: The text cannot fit the context, and is not to be truncated; the caller's fault.
@@ -83,8 +85,10 @@ class InputProcessor:
         if isinstance(prompt, str):
             text: str | None = prompt
             self._check_length(prompt, params)
-            ids = self._tokenizer.encode(prompt)
+            ids = self._tokenizer.encode(prompt, add_special_tokens=is_first)
         elif isinstance(prompt, Sequence) and prompt and all(isinstance(part, Mapping) for part in prompt):
+            if not is_first:
+                raise InvalidRequest("a later part of a session is text or token ids, got messages", param="prompt")
             text = self._tokenizer.apply_chat_template(prompt)
             self._check_length(text, params)
             ids = self._tokenizer.encode(text, add_special_tokens=False)
@@ -136,19 +140,42 @@ class InputProcessor:
             self._make_request(label, prompt, others if i else params, options, seed + i, room) for i in range(params.n)
         ]
 
+    def make_session(self, prompt: Prompt, params: SamplingParams, options: RequestOptions) -> EngineCoreRequest:
+        """Return the request of a session that begins with `prompt`; raises as `make_requests`."""
+        _, (request,) = self.make_requests(prompt, params, options)
+        return msgspec.structs.replace(request, extras={"session": True})
+
+    def make_part(self, session_id: RequestId, prompt: Prompt, params: SamplingParams) -> SessionPart:
+        """Return a later part of a session; what it exceeds together with the parts before is the engine's to say.
+
+        Raises:
+            PromptTooLong: It would not even fit alone; the caller's fault.
+            InvalidRequest: A parameter cannot be obeyed by this model; the caller's fault.
+        """
+        wanted = len(prompt.token_ids) + (params.max_tokens or 1)
+        if wanted > self._max_model_len:
+            message = f"the part of {len(prompt.token_ids)} tokens and max_tokens {params.max_tokens or 1} exceed"
+            raise PromptTooLong(f"{message} the context of {self._max_model_len}: shorten one of them", param="prompt")
+        params = self._with_token_ids(params)
+        seed = params.seed if params.seed is not None else self._seeds.getrandbits(_SEED_BITS)
+        return SessionPart(session_id, prompt.token_ids, self._resolved(params, seed, params.max_tokens))
+
+    def _resolved(self, params: SamplingParams, seed: int, max_tokens: int | None) -> SamplingParams:
+        return msgspec.structs.replace(
+            params,
+            n=1,
+            seed=seed % 2**_SEED_BITS,
+            max_tokens=max_tokens,
+            eos_token_ids=tuple(self._tokenizer.eos_token_ids),
+            stream_interval=max(self._stream_interval, params.stream_interval or 1),
+        )
+
     def _make_request(
         self, label: str, prompt: Prompt, params: SamplingParams, options: RequestOptions, seed: int, room: int
     ) -> EngineCoreRequest:
         internal_id = f"{label}-{self._client_index}.{_base_36(self._num_requests)}"
         self._num_requests += 1
-        resolved = msgspec.structs.replace(
-            params,
-            n=1,
-            seed=seed % 2**_SEED_BITS,
-            max_tokens=room if params.max_tokens is None else params.max_tokens,
-            eos_token_ids=tuple(self._tokenizer.eos_token_ids),
-            stream_interval=max(self._stream_interval, params.stream_interval or 1),
-        )
+        resolved = self._resolved(params, seed, room if params.max_tokens is None else params.max_tokens)
         return EngineCoreRequest(
             request_id=RequestId(internal_id),
             external_id=label,

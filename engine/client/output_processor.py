@@ -167,6 +167,11 @@ class Completion:
         return self.final()
 
     @property
+    def is_read_by_deltas(self) -> bool:
+        """Whether `fetch` returns what is new, and not all so far."""
+        return self._kind is OutputKind.DELTA
+
+    @property
     def _is_due(self) -> bool:
         """Whether what is new of a completion that goes on is to be told: its first token is, then intervals."""
         if self._kind is OutputKind.FINAL_ONLY:
@@ -224,6 +229,13 @@ class RequestState:
             completion_tokens=sum(completion.num_tokens for completion in self.completions.values()),
             cached_tokens=self.num_cached_tokens,
         )
+
+    def forget(self) -> list[RequestId]:
+        """Take in nothing more; return the ids of the completions that had not ended."""
+        unfinished = [i for i, completion in self.completions.items() if not completion.is_finished]
+        for request_id in unfinished:
+            self.completions[request_id].is_finished = True
+        return unfinished
 
     def add(self, output: EngineCoreOutput, now_s: float) -> bool:
         """Take in an output of one of the completions; return whether that one must be aborted (stop string)."""
