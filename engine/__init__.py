@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.client.async_llm import AsyncLLM, Stream
+    from engine.client.input_processor import Conversation
     from engine.client.output_processor import CompletionOutput, RequestOutput
     from engine.client.session import Session
     from engine.config import EngineConfig
@@ -26,6 +27,7 @@ _HOME = {
     "LLMEngine": "engine.llm_engine",
     "AsyncLLM": "engine.client.async_llm",
     "CompletionOutput": "engine.client.output_processor",
+    "Conversation": "engine.client.input_processor",
     "EngineConfig": "engine.config",
     "EngineDeadError": "engine.errors",
     "MetronomeError": "engine.errors",
@@ -44,6 +46,7 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "Conversation",
     "EngineConfig",
     "EngineDeadError",
     "LLMEngine",

@@ -19,6 +19,8 @@ from engine.models import DEFAULT, NULL_MODEL
 Device = str
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "pythonic", "none"]
+ReasoningParser = Literal["auto", "think", "none"]
 Quantization = Literal["none"]
 ModelImpl = Literal["auto", "own", "transformers"]
 
@@ -155,6 +157,14 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
     chat_template: (
         Annotated[str, Meta(description="file of a Jinja chat template, in place of the model's own")] | None
     ) = None
+    tool_call_parser: Annotated[
+        ToolCallParser,
+        Meta(description="how the model writes calls of tools; auto looks into its chat template"),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParser,
+        Meta(description="whether the model writes reasoning, in think tags; auto looks into its chat template"),
+    ] = "auto"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least severity that is logged")
     ] = "info"

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, cast
 
 import msgspec
 from tqdm import tqdm
@@ -79,7 +79,7 @@ class LLM:
             RequestError: A prompt or parameter was refused; nothing was started.
             EngineDeadError: The engine died.
         """
-        many: Any = [prompts] if _is_one(prompts) else list(prompts)
+        many: Any = [prompts] if _is_one(prompts) else list(cast(Any, prompts))
         params = params or SamplingParams(**self.tokenizer.sampling_defaults)
         return self._run(many, msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY), use_tqdm)
 

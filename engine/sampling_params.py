@@ -67,6 +67,13 @@ class OutputKind(enum.StrEnum):
     FINAL_ONLY = "final_only"
 
 
+class ReasoningTokens(msgspec.Struct, frozen=True):
+    """Between which tokens a model writes reasoning; `start` is None where the prompt ends with it."""
+
+    start: int | None
+    end: int
+
+
 class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """When output that goes round in circles is ended, with finish reason `repetition`.
 
@@ -134,6 +141,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         output_kind: See `OutputKind`; None takes the call's default.
         eos_token_ids: The model's end tokens; resolved by the input processor, never by users.
         bad_words_token_ids: Each spelling of a bad word in tokens; likewise.
+        reasoning: What comes before the text whose form is asked for; likewise.
+        shown_token_ids: Special tokens that are left in the text all the same, for who parses it; set by the server.
     """
 
     n: int = 1
@@ -167,6 +176,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     output_kind: OutputKind | None = None
     eos_token_ids: tuple[int, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    reasoning: ReasoningTokens | None = None
+    shown_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check every field.

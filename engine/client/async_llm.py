@@ -15,7 +15,7 @@ import trio
 
 from engine.client.async_verbs import AsyncVerbs
 from engine.client.asynchronous import AsyncMPClient
-from engine.client.input_processor import InputProcessor, Messages, Prompt, PromptInput, RequestOptions
+from engine.client.input_processor import Conversation, InputProcessor, Messages, Prompt, PromptInput, RequestOptions
 from engine.client.output_processor import CompletionOutput, RequestOutput, RequestState, Usage
 from engine.client.session import Door, Session
 from engine.client.tokenizer import Tokenizer
@@ -56,6 +56,11 @@ class Stream:
     def request_id(self) -> str:
         """The caller's label, or the one that was made up for it."""
         return self._state.request_id
+
+    @property
+    def prompt(self) -> str | None:
+        """The prompt's text, the rendered template for chat; None where ids were given."""
+        return self._state.prompt
 
     @property
     def prompt_token_ids(self) -> list[int]:
@@ -239,7 +244,7 @@ class AsyncLLM(AsyncVerbs):
     async def _tokenize(self, prompt: PromptInput, params: SamplingParams, is_first: bool = True) -> Prompt:
         """Tokenize text and messages in a thread; ids are only checked, here."""
         is_messages = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-        if not (isinstance(prompt, str) or is_messages):
+        if not (isinstance(prompt, str | Conversation) or is_messages):
             await trio.lowlevel.checkpoint()
             return self._input_processor.tokenize(prompt, params, is_first)
         tokenize = self._input_processor.tokenize

@@ -10,17 +10,37 @@ from typing import Any, NamedTuple, cast
 
 import msgspec
 
+from engine.client.parsers.reasoning import END as REASONING_END
+from engine.client.parsers.reasoning import START as REASONING_START
+from engine.client.parsers.reasoning import Opening, opening_after
+from engine.client.parsers.registry import writes_reasoning
 from engine.client.tokenizer import Tokenizer
 from engine.config import EngineConfig
 from engine.errors import InvalidRequest, PromptTooLong
 from engine.outputs import RequestId
 from engine.parameter_checks import check_text
 from engine.protocol import EngineCoreRequest, EngineReady, SessionPart
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import ReasoningTokens, SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
-PromptInput = str | Sequence[int] | Messages
-"""Text, token ids, or chat messages."""
+
+
+class Conversation(msgspec.Struct, frozen=True, kw_only=True):
+    """Chat messages with what else their template is shown.
+
+    Attributes:
+        messages: The turns, each with role and content.
+        tools: Functions the model may call, as OpenAI describes them.
+        template_variables: What the template reads beside, such as `enable_thinking`.
+    """
+
+    messages: Messages
+    tools: Sequence[Mapping[str, Any]] | None = None
+    template_variables: Mapping[str, Any] = {}
+
+
+PromptInput = str | Sequence[int] | Messages | Conversation
+"""Text, token ids, chat messages, or those with tools."""
 
 _BASE_36 = "0123456789abcdefghijklmnopqrstuvwxyz"
 _SEED_BITS = 64
@@ -42,10 +62,11 @@ MAX_PRIORITY = 2**31 - 1
 
 
 class Prompt(NamedTuple):
-    """A tokenized prompt."""
+    """A tokenized prompt; `opening` says how the answer begins, of a model that writes reasoning."""
 
     text: str | None
     token_ids: list[int]
+    opening: Opening | None = None
 
 
 class RequestOptions(NamedTuple):
@@ -70,6 +91,7 @@ class InputProcessor:
         self._has_logits = config.model != "null"
         self._policy = config.scheduling_policy
         self._stream_interval = config.stream_interval
+        self._writes_reasoning = writes_reasoning(config.reasoning_parser, tokenizer.template_source)
         self._seeds = random.Random(config.seed)
         self._num_requests = 0
 
@@ -82,14 +104,18 @@ class InputProcessor:
             PromptTooLong: The text cannot fit the context, and is not to be truncated; the caller's fault.
             InvalidRequest: The prompt is empty, of no known form, or the template refuses it; the caller's fault.
         """
+        opening = None
+        if isinstance(prompt, Sequence) and prompt and all(isinstance(part, Mapping) for part in prompt):
+            prompt = Conversation(messages=cast("Messages", prompt))
         if isinstance(prompt, str):
             text: str | None = prompt
             self._check_length(prompt, params)
             ids = self._tokenizer.encode(prompt, add_special_tokens=is_first)
-        elif isinstance(prompt, Sequence) and prompt and all(isinstance(part, Mapping) for part in prompt):
+        elif isinstance(prompt, Conversation):
             if not is_first:
                 raise InvalidRequest("a later part of a session is text or token ids, got messages", param="prompt")
-            text = self._tokenizer.apply_chat_template(prompt)
+            text = self._render(prompt)
+            opening = opening_after(text) if self._writes_reasoning else None
             self._check_length(text, params)
             ids = self._tokenizer.encode(text, add_special_tokens=False)
         elif isinstance(prompt, Sequence) and all(type(part) is int for part in prompt):
@@ -102,7 +128,14 @@ class InputProcessor:
         if not ids:
             raise InvalidRequest("the prompt is empty: at least one token is needed", param="prompt")
         self._check_ids(ids)
-        return Prompt(text, self._truncated(ids, params))
+        return Prompt(text, self._truncated(ids, params), opening)
+
+    def _render(self, conversation: Conversation) -> str:
+        variables = conversation.template_variables
+        if reserved := {"tools", "add_generation_prompt", "messages"} & variables.keys():
+            raise InvalidRequest(f"{min(reserved)} cannot be set as a template variable", param="chat_template_kwargs")
+        tools = None if conversation.tools is None else [dict(tool) for tool in conversation.tools]
+        return self._tokenizer.apply_chat_template(conversation.messages, tools=tools, **variables)
 
     def make_requests(
         self, prompt: Prompt, params: SamplingParams, options: RequestOptions
@@ -132,7 +165,7 @@ class InputProcessor:
                 f"min_tokens is {params.min_tokens}, but only {room} fit the context", param="min_tokens"
             )
         self._check_options(options)
-        params = self._with_token_ids(params)
+        params = self._with_reasoning(self._with_token_ids(params), prompt.opening)
         seed = params.seed if params.seed is not None else self._seeds.getrandbits(_SEED_BITS)
         label = options.request_id or f"request-{_base_36(self._num_requests)}"
         others = msgspec.structs.replace(params, prompt_logprobs=None)  # the first completion tells the prompt's
@@ -187,6 +220,18 @@ class InputProcessor:
             cache_salt=options.cache_salt,
             data_parallel_rank=options.data_parallel_rank,
         )
+
+    def _with_reasoning(self, params: SamplingParams, opening: Opening | None) -> SamplingParams:
+        """Have the form of the text hold for what follows the reasoning only, if there is any."""
+        if params.structured_outputs is None or opening in (None, Opening.ANSWER):
+            return params
+        start, end = map(self._tokenizer.token_id, (REASONING_START, REASONING_END))
+        if start is None or end is None:
+            message = "the form of a text that follows reasoning needs tokens of their own for "
+            message += f"{REASONING_START} and {REASONING_END}, which this model has not: switch reasoning off"
+            raise InvalidRequest(message, param="structured_outputs")
+        tokens = ReasoningTokens(None if opening is Opening.INSIDE else start, end)
+        return msgspec.structs.replace(params, reasoning=tokens)
 
     def _with_token_ids(self, params: SamplingParams) -> SamplingParams:
         """Check what `params` say of token ids, and resolve bad words into them."""

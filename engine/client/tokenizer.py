@@ -62,6 +62,15 @@ class Tokenizer:
         """Whether conversations can be encoded."""
         return "default" in self._templates
 
+    @property
+    def template_source(self) -> str:
+        """The chat templates as text, one behind the other; empty where there are none."""
+        return "\n".join(template.source for template in self._templates.values())
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token as the vocabulary spells it, None where it has none."""
+        return self._backend.token_to_id(token)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`; special tokens written in it become their ids, as in transformers.
 
@@ -118,6 +127,9 @@ class Tokenizer:
             raise InvalidRequest(
                 "this model has no chat template: use completions, or start the server with --chat-template"
             )
+        if tools and not template.shows_tools:
+            message = "the model's chat template does not show tools to the model: leave them out, or start the server"
+            raise InvalidRequest(f"{message} with a --chat-template that does", param="tools")
         return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
 
     def encode_chat(self, messages: Any, /, **options: Any) -> list[int]:

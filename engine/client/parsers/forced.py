@@ -11,7 +11,6 @@ from engine.client.parsers.pieces import CallArguments, CallBegun, Content, Piec
 
 MAX_CALLS = 16
 """Most calls in one answer that must have one."""
-NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def grammar_of_calls(schemas: Sequence[tuple[str, dict[str, Any]]], *, at_most_one: bool) -> str:
@@ -21,7 +20,8 @@ def grammar_of_calls(schemas: Sequence[tuple[str, dict[str, Any]]], *, at_most_o
     lines = [f'start: "[" call{further} "]"', f"call: {' | '.join(f'call_{i}' for i in names)}"]
     for i, (name, schema) in enumerate(schemas):
         head = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
-        lines += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {json.dumps(schema or NO_ARGUMENTS)}"]
+        compact = json.dumps(schema | {"x-guidance": {"whitespace_flexible": False}})
+        lines += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {compact}"]
     return "\n".join(lines)
 
 
