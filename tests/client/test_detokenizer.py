@@ -248,3 +248,27 @@ def test_special_tokens_are_shown_only_if_asked(smollm2_folder: Path) -> None:
     assert text_of(run(Detokenizer(tokenizer, [], shown), ids)) == "Paris.<|im_end|>"
     ended = SamplingParams(skip_special_tokens=False, eos_token_ids=tokenizer.eos_token_ids)
     assert text_of(run(Detokenizer(tokenizer, [], ended), ids)) == "Paris."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["null", *WINDOWED])
+def test_what_a_token_costs_does_not_grow_with_the_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = NULL if name == "null" else WINDOWED[name]
+    costs: list[int] = []
+
+    def counting(function: Any, size: Any) -> Any:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            costs[-1] += size(arguments[0])
+            return function(*arguments, **options)
+
+        return counted
+
+    monkeypatch.setattr(tokenizer, "decode", counting(tokenizer.decode, len), raising=False)
+    monkeypatch.setattr(tokenizer, "token_bytes", counting(tokenizer.token_bytes, lambda token_id: 1), raising=False)
+    detokenizer = Detokenizer(tokenizer, [], SamplingParams(stop=["never comes", "a" * 50]))
+    draw = random.Random(5)
+    for _ in range(20_000):
+        costs.append(0)
+        detokenizer.update([draw.randrange(10)], False)
+        assert len(detokenizer._held) < 60
+    assert 0 < sum(costs[-1000:]) <= 1.2 * sum(costs[:1000])
