@@ -39,6 +39,17 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     stop_reason: int | str | None = None
     error: Cause | None = None
 
+    @classmethod
+    def join(cls, deltas: Sequence[CompletionOutput]) -> CompletionOutput:
+        """Return all deltas of one completion, at least one, as the whole."""
+        logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+        return msgspec.structs.replace(
+            deltas[-1],
+            text="".join(delta.text for delta in deltas),
+            token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+            logprobs=Logprobs.join(logprobs) if logprobs else None,
+        )
+
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
     """Tokens a request took.
@@ -122,6 +133,7 @@ class Completion:
         self._interval = params.stream_interval or 1
         self._num_told = 0
         self._pending = CompletionOutput(index=index, token_ids=[])
+        self._texts: list[str] = []
         self._logprobs: list[Logprobs] = []
         self._has_news = False
 
@@ -132,7 +144,8 @@ class Completion:
         increment = self._detokenizer.update(output.new_token_ids, output.finish_reason is not None)
         new_token_ids = output.new_token_ids[: increment.num_tokens_used]
         pending = self._pending
-        pending.text += increment.text
+        if increment.text:
+            self._texts.append(increment.text)
         pending.token_ids.extend(new_token_ids)
         self.num_tokens += len(new_token_ids)
         if output.logprobs is not None:
@@ -160,9 +173,9 @@ class Completion:
         self._num_told = self.num_tokens
         if self._kind is OutputKind.DELTA:
             told = self._pending
-            told.logprobs = self._told_logprobs()
+            told.text, told.logprobs = "".join(self._texts), self._told_logprobs()
             self._pending = CompletionOutput(index=self.index, token_ids=[])
-            self._logprobs = []
+            self._texts, self._logprobs = [], []
             return told
         return self.final()
 
@@ -181,6 +194,8 @@ class Completion:
     def final(self) -> CompletionOutput:
         """Return all so far of a completion that is not read by deltas."""
         token_ids = list(self._pending.token_ids)
+        self._pending.text = "".join((self._pending.text, *self._texts))
+        self._texts.clear()
         return msgspec.structs.replace(self._pending, token_ids=token_ids, logprobs=self._told_logprobs())
 
     def _told_logprobs(self) -> Logprobs | None:

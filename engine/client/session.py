@@ -18,7 +18,7 @@ from engine.client.input_processor import InputProcessor, Prompt, PromptInput, R
 from engine.client.output_processor import Completion, CompletionOutput, RequestState, Usage
 from engine.client.tokenizer import Tokenizer
 from engine.errors import EngineDeadError, InvalidRequest, QueueFull, RequestAborted
-from engine.outputs import FinishReason, Logprobs, RequestId
+from engine.outputs import FinishReason, RequestId
 from engine.protocol import EngineCoreOutput, EngineCoreRequest, SessionPart
 from engine.sampling_params import OutputKind, SamplingParams
 
@@ -264,16 +264,8 @@ class Turn:
 
     async def collect(self) -> CompletionOutput:
         """Read to the end and return the whole."""
-        whole = CompletionOutput(index=0, token_ids=[])
-        logprobs: list[Logprobs] = []
-        async for news in self:
-            if self._completion.is_read_by_deltas:
-                news.text, news.token_ids = whole.text + news.text, whole.token_ids + news.token_ids
-                logprobs += [] if news.logprobs is None else [news.logprobs]
-            whole = news
-        if logprobs:
-            whole.logprobs = Logprobs.join(logprobs)
-        return whole
+        outputs = [news async for news in self] or [CompletionOutput(index=0)]
+        return CompletionOutput.join(outputs) if self._completion.is_read_by_deltas else outputs[-1]
 
 
 _REFUSED = {
