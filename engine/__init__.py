@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from engine.launch import open_engine
     from engine.llm import LLM
     from engine.llm_engine import LLMEngine
+    from engine.sampling.logits_processor import LogitsProcessor
     from engine.sampling_params import OutputKind, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
@@ -30,6 +31,7 @@ _HOME = {
     "Conversation": "engine.client.input_processor",
     "EngineConfig": "engine.config",
     "EngineDeadError": "engine.errors",
+    "LogitsProcessor": "engine.sampling.logits_processor",
     "MetronomeError": "engine.errors",
     "OutputKind": "engine.sampling_params",
     "RequestOutput": "engine.client.output_processor",
@@ -50,6 +52,7 @@ __all__ = [
     "EngineConfig",
     "EngineDeadError",
     "LLMEngine",
+    "LogitsProcessor",
     "MetronomeError",
     "OutputKind",
     "RequestOutput",

@@ -136,6 +136,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         include_stop_str_in_output: Keep the stop string or stop token in the text.
         skip_special_tokens: Leave special tokens out of the text.
         detokenize: Make text of the tokens; without, there is none, and no stop string can end it.
+        extra_args: For logits processors of the program, see `engine.LogitsProcessor`; an object of JSON's own types.
         stream_interval: Tell news only with this many new tokens, 1 to 65,536; the first and the last token are told at
             once. The server's --stream-interval is the least; None takes that.
         output_kind: See `OutputKind`; None takes the call's default.
@@ -172,6 +173,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     detokenize: bool = True
+    extra_args: dict[str, Any] | None = None
     stream_interval: int | None = None
     output_kind: OutputKind | None = None
     eos_token_ids: tuple[int, ...] = ()
@@ -213,6 +215,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false, got {shown(getattr(self, name))}", param=name)
+        if self.extra_args is not None and not isinstance(self.extra_args, dict):
+            raise InvalidRequest(f"extra_args must be an object, got {shown(self.extra_args)}", param="extra_args")
         if self.stream_interval is not None:
             check_int("stream_interval", self.stream_interval, 1, MAX_STREAM_INTERVAL)
         if self.truncate_prompt_tokens not in (None, -1):

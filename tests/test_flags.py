@@ -13,7 +13,7 @@ from engine.flags import SAMPLING_HELP, SHARED, flags_of, parse, sampling_from, 
 from engine.parser import make_parser
 from engine.sampling_params import SamplingParams
 
-NOT_FOR_USERS = {"output_kind", "eos_token_ids", "bad_words_token_ids", "reasoning", "shown_token_ids"}
+NOT_FOR_USERS = {"output_kind", "eos_token_ids", "bad_words_token_ids", "reasoning", "shown_token_ids", "extra_args"}
 
 
 @pytest.fixture

@@ -82,8 +82,17 @@ class RequestOptions(NamedTuple):
 class InputProcessor:
     """Makes requests for one engine. `tokenize` may run in any thread; the rest belongs to the client's."""
 
-    def __init__(self, config: EngineConfig, ready: EngineReady, tokenizer: Tokenizer, client_index: int = 0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        ready: EngineReady,
+        tokenizer: Tokenizer,
+        client_index: int = 0,
+        *,
+        has_logits_processors: bool = False,
+    ) -> None:
         """Draw request seeds from `config.seed` on; ids are unique for this client's life."""
+        self._has_logits_processors = has_logits_processors
         self._max_model_len = ready.max_model_len
         self._vocab_size = ready.vocab_size
         self._tokenizer = tokenizer
@@ -235,6 +244,11 @@ class InputProcessor:
 
     def _with_token_ids(self, params: SamplingParams) -> SamplingParams:
         """Check what `params` say of token ids, and resolve bad words into them."""
+        if params.extra_args is not None and not self._has_logits_processors:
+            message = (
+                "extra_args are for logits processors, and this engine has none: give some to LLM, or leave them out"
+            )
+            raise InvalidRequest(message, param="extra_args")
         if not self._has_logits:
             for name in _NEEDS_LOGITS:
                 if getattr(params, name) != getattr(_NEUTRAL, name):

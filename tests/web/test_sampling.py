@@ -141,3 +141,9 @@ async def test_a_stream_tells_in_intervals_and_a_long_prompt_is_truncated(served
     assert answer.json()["usage"]["prompt_tokens"] == 8190
     answer = await served.post(served.chat(temperature=10**400))
     assert (answer.status, answer.error["param"]) == (400, "temperature")
+
+
+@pytest.mark.parametrize("name", ["logits_processors", "extra_args"])
+async def test_processors_of_programs_are_refused_over_http_by_name(served, name):
+    answer = await served.post(served.chat(**{name: {}}))
+    assert (answer.status, answer.error["param"]) == (400, name)
