@@ -12,8 +12,8 @@
     llm.generate("a", engine.SamplingParams(extra_args={"repeat": 2.5}))
 
 It is given to `LLM` and `LLMEngine` in the caller's thread; other processes and HTTP know none. What it does to a row
-must depend on that row alone, or requests change each other's tokens. It is never asked to undo anything: a row that was
-preempted or undone comes again with the tokens it has.
+must depend on that row alone, or requests change each other's tokens. It is never asked to undo anything: a row that
+comes again after a preemption has the tokens it has.
 """
 
 from __future__ import annotations
