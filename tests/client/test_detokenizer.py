@@ -272,3 +272,18 @@ def test_what_a_token_costs_does_not_grow_with_the_text(name: str, monkeypatch: 
         detokenizer.update([draw.randrange(10)], False)
         assert len(detokenizer._held) < 60
     assert 0 < sum(costs[-1000:]) <= 1.2 * sum(costs[:1000])
+
+
+@pytest.mark.parametrize("num_bytes_before", [1, 2])
+def test_a_prompt_that_ends_inside_a_character_adds_nothing_to_the_text(num_bytes_before: int) -> None:
+    prompt = "long prompt 日".encode()
+    cut = len(prompt) - 3 + num_bytes_before
+    increments = run(Detokenizer(NULL, list(prompt[:cut]), SamplingParams()), [*prompt[cut:], *b"ok"])
+    assert text_of(increments) == "\ufffd" * (3 - num_bytes_before) + "ok"
+
+
+def test_bytes_without_end_that_are_no_text_come_out_one_by_one() -> None:
+    detokenizer = Detokenizer(NULL, [], SamplingParams())
+    texts = [detokenizer.update([0x80], False).text for _ in range(50)]
+    assert texts == ["\ufffd"] * 50
+    assert detokenizer.update(list("é".encode()), False).text == "é"

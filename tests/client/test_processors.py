@@ -256,3 +256,15 @@ def test_without_text_there_are_tokens_alone() -> None:
     news = state.fetch()
     assert news is not None
     assert (news.text, news.token_ids, news.finish_reason) == ("", [65, 66], FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(("num_prompt", "num_cached"), [(10, 3), (10, 0), (10, 9), (1, 0)])
+def test_prompt_tokens_are_counted_once_and_those_of_the_cache_beside(num_prompt: int, num_cached: int) -> None:
+    requests = requests_of(SamplingParams(n=2, max_tokens=3), "a" * num_prompt)
+    state = RequestState("a", None, requests, OutputKind.DELTA, TOKENIZER, 0.0)
+    for request in requests:
+        state.add(EngineCoreOutput(request.request_id, [65], num_cached_tokens=num_cached), 1.0)
+        state.add(EngineCoreOutput(request.request_id, [66, 67], finish_reason=FinishReason.LENGTH), 2.0)
+    assert (state.usage.prompt_tokens, state.usage.cached_tokens) == (num_prompt, num_cached)
+    assert (state.usage.completion_tokens, state.usage.total_tokens) == (6, num_prompt + 6)
+    assert (state.metrics.first_token_s, state.metrics.finished_s) == (1.0, 2.0)
