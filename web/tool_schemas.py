@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -92,14 +93,24 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
             raise InvalidRequest(message, param=f"{where}.name")
         if tool.function.name in names[:index]:
             raise InvalidRequest(f"{where}.name {tool.function.name!r} is given twice", param=f"{where}.name")
-        if tool.function.strict and choice in (None, "auto"):
-            message = f"{where}.strict is obeyed with tool_choice required or of a named function only: leave it out"
-            raise InvalidRequest(message, param=f"{where}.strict")
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         message = f"tool_choice names {choice.function.name!r:.80}, and tools are {', '.join(names) or 'none'}"
         raise InvalidRequest(message, param="tool_choice")
     if choice == "required" and not tools:
         raise InvalidRequest("tool_choice required needs tools, got none", param="tool_choice")
+
+
+def form_of_free_calls(tools: Sequence[Tool], begin: str, end: str) -> StructuredOutputsParams:
+    """Return the form of free text in which whatever stands between `begin` and `end` is a call that is valid."""
+    structures = [
+        {
+            "begin": f'{begin}\n{{"name": {json.dumps(tool.function.name)}, "arguments": ',
+            "schema": tool.function.schema,
+            "end": f"}}\n{end}",
+        }
+        for tool in tools
+    ]
+    return structured_outputs_params({"structural_tag": {"structures": structures, "triggers": [begin]}})
 
 
 def form_of_calls(

@@ -125,3 +125,10 @@ def test_a_feature_is_obeyed(name: str) -> None:
 def test_a_feature_that_is_not_obeyed_is_refused_by_name(name: str) -> None:
     with pytest.raises(InvalidGrammar, match=name.replace("$", r"\$")):
         start({"json": REFUSED[name]})
+
+
+def test_a_schema_inside_of_a_grammar_is_refused_likewise() -> None:
+    for schema in ('{"type": "object", "minProperties": 2}', '{"items": {"type": "object", "minProperties": 3}}'):
+        with pytest.raises(InvalidGrammar, match="minProperties"):
+            start({"grammar": f'start: "a" %json {schema}'})
+    start({"grammar": 'start: %json {"type": "object", "minProperties": 1}'})

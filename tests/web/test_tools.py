@@ -12,8 +12,12 @@ import pytest
 
 from engine.client.input_processor import InputProcessor
 from engine.errors import InvalidRequest
-from engine.sampling_params import structured_outputs_params
+from engine.sampling_params import StructuredOutputsParams, structured_outputs_params
+from engine.structured_output.lark import to_lark
+from engine.structured_output.llguidance_backend import match
+from engine.structured_output.vocabulary import Vocabulary
 from web.chat_schemas import decode_chat_completion
+from web.tool_schemas import Function, Tool, form_of_free_calls
 
 TEMPLATE = """{% if tools %}Call as <tool_call>{{ tools | tojson }}{% endif %}{% for message in messages %}
 {{- message.role }}: {{ message.content }}{{ message.tool_calls | tojson if message.tool_calls }}
@@ -226,7 +230,6 @@ REFUSED = [
     ({"tools": [CLOCK, CLOCK]}, "tools[1].function.name"),
     ({"tools": [CLOCK] * 129}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools[0].function.parameters"),
-    ({"tools": [{"type": "function", "function": {"name": "a", "strict": True}}]}, "tools[0].function.strict"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [CLOCK], "tool_choice": NAMED}, "tool_choice"),
     ({"tools": [CLOCK], "tool_choice": "perhaps"}, "tool_choice"),
@@ -250,17 +253,47 @@ def test_what_is_wrong_of_tools_is_refused_by_name(fields, param):
     assert refused.value.param == param
 
 
-async def test_tools_that_the_model_is_not_shown_or_does_not_call_are_refused(open_served, template):
+async def test_tools_are_described_to_a_model_whose_template_knows_none(open_served, written):
     async with open_served() as served:
-        for fields in ({}, {"tool_choice": "required"}):
-            answer = await served.post(ask(served, tools=[CLOCK], **fields))
-            assert (answer.status, answer.error["param"]) == (400, "tools")
+        written(CALL)
+        message, reason = await both(served, tools=[WEATHER])
+        assert (message["tool_calls"][0]["function"]["name"], reason) == ("get_weather", "tool_calls")
+        plain, shown = [
+            (await served.post(ask(served, max_tokens=1, **fields))).json()["usage"]["prompt_tokens"]
+            for fields in ({"tools": [WEATHER], "tool_choice": "none"}, {"tools": [WEATHER]})
+        ]
+        assert shown > plain + 300
+
+
+async def test_tools_that_the_model_does_not_call_are_refused(open_served, template):
+    async with open_served(chat_template=template, tool_call_parser="none") as served:
         answer = await served.post(ask(served, chat_template_kwargs={"tools": 1}))
         assert (answer.status, answer.error["param"]) == (400, "chat_template_kwargs")
-    async with open_served(chat_template=template, tool_call_parser="none") as served:
         answer = await served.post(ask(served, tools=[CLOCK]))
         assert (answer.status, answer.error["param"]) == (400, "tools")
         assert "--tool-call-parser hermes" in answer.error["message"]
         bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}
         answer = await served.post(ask(served, tools=[bad], tool_choice="required"))
         assert answer.status == 400
+
+
+async def test_a_strict_function_is_called_in_its_form_or_refused(open_served, template):
+    strict = {"type": "function", "function": WEATHER["function"] | {"strict": True}}
+    async with open_served(chat_template=template) as served:
+        fields = {"tools": [strict, CLOCK], "max_tokens": 300, "temperature": 1}
+        answer = await served.post(ask(served, **fields))
+        assert answer.status == 200
+        form = form_of_free_calls([Tool(type="function", function=Function(**strict["function"]))], "<a>", "</a>")
+        for text, is_allowed in (("free", True), ('<a>\n{"name": "get_weather", "arguments": {"city": "Bern"', True)):
+            assert prefix_is_allowed(form, text) is is_allowed
+        assert not prefix_is_allowed(form, '<a>\n{"name": "get_weather", "arguments": {"city": "Oslo"')
+        assert not prefix_is_allowed(form, '<a>{"name": "other"')
+    async with open_served(chat_template=template, tool_call_parser="pythonic") as served:
+        answer = await served.post(ask(served, tools=[CLOCK, strict]))
+        assert (answer.status, answer.error["param"]) == (400, "tools[1].function.strict")
+
+
+def prefix_is_allowed(form: StructuredOutputsParams, text: str) -> bool:
+    """Whether a text of that form may begin so, byte by byte."""
+    matcher = match(form, to_lark(form), Vocabulary([bytes([byte]) for byte in range(256)]))
+    return all(matcher.consume_token(byte) for byte in text.encode())

@@ -37,8 +37,13 @@ TOOL_FORMATS = {
 """The families, in the order in which their signs are looked for."""
 
 
-def tool_format(name: str, template: str) -> ToolFormat | None:
-    """Return the format of that name; of `auto` the one that `template` speaks of, None where it speaks of none."""
+def tool_format(name: str, template: str, *, shows_tools: bool) -> ToolFormat | None:
+    """Return the format of that name, None where there is none.
+
+    Of `auto` the one that `template` speaks of; a model that is not shown tools in a form of its own is told Hermes'.
+    """
+    if name == "auto" and not shows_tools:
+        return TOOL_FORMATS["hermes"]
     if name == "auto":
         found = (known for known in TOOL_FORMATS.values() if any(sign in template for sign in known.signs))
         return next(found, None)
