@@ -12,10 +12,11 @@ from engine.client.parsers.reasoning import END, START, Opening, opening_after
 from engine.client.parsers.registry import TOOL_FORMATS, ChatParser, tool_format, writes_reasoning
 from engine.errors import InvalidRequest, RequestError
 from engine.sampling_params import SamplingParams
+from web.answer_form import AnswerForm, Reader
 from web.body import read_json_body
 from web.chat_reader import ChatReader
 from web.chat_schemas import ChatCompletionRequest, decode_chat_completion
-from web.generation import AnswerForm, Reader, answer
+from web.generation import answer
 from web.logprobs import of_chat
 from web.state import ServerState
 from web.tool_schemas import NamedTool, form_of_free_calls

@@ -14,7 +14,7 @@ MAX_ID_CHARS = 9
 
 
 class ChatReader:
-    """Reads one choice; see `web.generation.Reader`."""
+    """Reads one choice; see `web.answer_form.Reader`."""
 
     nothing: Json = {"delta": {}}  # noqa: RUF012
 

@@ -287,3 +287,11 @@ def test_bytes_without_end_that_are_no_text_come_out_one_by_one() -> None:
     texts = [detokenizer.update([0x80], False).text for _ in range(50)]
     assert texts == ["\ufffd"] * 50
     assert detokenizer.update(list("é".encode()), False).text == "é"
+
+
+def test_a_special_token_that_a_parser_looks_for_is_shown_beside_hidden_ones() -> None:
+    tokenizer = WINDOWED["gemma"]
+    start, end = (tokenizer.token_id(token) for token in ("<s>", "</s>"))
+    assert {start, end} == tokenizer.special_token_ids
+    params = SamplingParams(shown_token_ids=(start,))
+    assert text_of(run(Detokenizer(tokenizer, [], params), [0, start, 0, end, 0])) == "a<s>aa"
