@@ -45,6 +45,8 @@ async def chat_completions(state: ServerState) -> Response:
     except RequestError as error:
         if error.param == "prompt":  # the engine's name for what this route calls messages
             error.param = "messages"
+        elif error.param == "structured_outputs" and request.may_call:  # the form is that of calls
+            error.param = "tools"
         raise
 
 

@@ -274,7 +274,7 @@ async def test_tools_that_the_model_does_not_call_are_refused(open_served, templ
         assert "--tool-call-parser hermes" in answer.error["message"]
         bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}
         answer = await served.post(ask(served, tools=[bad], tool_choice="required"))
-        assert answer.status == 400
+        assert (answer.status, answer.error["param"]) == (400, "tools")
 
 
 async def test_a_strict_function_is_called_in_its_form_or_refused(open_served, template):
