@@ -48,8 +48,11 @@ class Llama3JsonParser:
         if not begun or START.startswith(begun):
             return ""
         self._has_opened, self._is_content = True, not begun.startswith("{")
-        text, self._opening = (self._opening if self._is_content else begun), ""
-        return text
+        whole, self._opening = self._opening, ""
+        if self._is_content:
+            return whole
+        self._between = whole[: len(whole) - len(begun)]
+        return begun
 
     def _read_between(self, text: str) -> str:
         """Read on between calls; what is no separator makes content of the rest."""

@@ -90,6 +90,8 @@ CASES = {
         ('\n {"name": "g", "arguments": {}}\n', Answer("", [G])),
         ('{"answer": 42} is it', Answer('{"answer": 42} is it', [])),
         ('{"name": 3}', Answer('{"name": 3}', [])),
+        (' <|python_tag|> {"a": 1}', Answer(' <|python_tag|> {"a": 1}', [])),
+        (' {"a', Answer(' {"a', [])),
         ('{"name": "g"} and more', Answer(" and more", [G])),
         ("The {", Answer("The {", [])),
         ("<|python", Answer("<|python", [])),
