@@ -35,7 +35,9 @@ class _Settings(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             ConfigError: Naming the flag, its value and what is allowed.
         """
         for setting in settings_of(type(self)):
-            setting.check(getattr(self, setting.name))
+            value = getattr(self, setting.name)
+            if value is not setting.default:
+                setting.check(value)
         self.check_together()
 
     def check_together(self) -> None:

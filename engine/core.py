@@ -15,7 +15,6 @@ through `_finish`; what has left is in no queue, no map and no table.
 from __future__ import annotations
 
 import enum
-import math
 from collections import deque
 from collections.abc import Iterable
 
@@ -29,13 +28,12 @@ from engine.limits import Limits, suited
 from engine.metrics import SchedulerStats
 from engine.outputs import Capacity, FinishReason, GrammarMasks, Logprobs, ModelRunnerOutput, RequestId, SchedulerOutput
 from engine.protocol import AbortReason, EngineCoreEvent, EngineCoreOutput, EngineCoreRequest, PauseMode, SessionPart
+from engine.queue_deadlines import QueueDeadlines
 from engine.request import Request, RequestStatus
 from engine.scheduler.scheduler import RowResult, Scheduler
 from engine.structured_output.grammar import Grammar, new_bitmasks
 
 _BLOCKED = {RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR, RequestStatus.WAITING_FOR_STREAMING_REQ}
-MAX_DEADLINES_A_REQUEST = 2
-"""Queue deadlines kept for each live request; those of the ended are swept out when they are the majority."""
 _NO_EVENTS: list[EngineCoreEvent] = []
 
 
@@ -86,7 +84,7 @@ class EngineCore:
         self._blocked: dict[RequestId, Request] = {}
         self._outputs: list[EngineCoreOutput] = []
         self._finished_ids: list[RequestId] = []
-        self._queue_deadlines: deque[tuple[float, Request]] = deque()
+        self._queue_deadlines = QueueDeadlines(config.queue_timeout)
         self._num_arrivals = 0
         self._now = 0.0
         self._step = 0
@@ -119,8 +117,7 @@ class EngineCore:
         if request.extras and request.extras["session"]:
             taken.session = deque()
         taken.events.append(EngineCoreEvent("queued", now))
-        if self.config.queue_timeout is not None:
-            self._queue_deadlines.append((now + self.config.queue_timeout, taken))
+        self._queue_deadlines.add(taken, now)
         if awaits_grammar:
             taken.move_to(RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
             self._blocked[taken.request_id] = taken
@@ -378,9 +375,7 @@ class EngineCore:
     @property
     def next_deadline(self) -> float:
         """When `plan` must be called again at the latest although nothing else happened; infinity for never."""
-        while self._queue_deadlines and not self._queue_deadlines[0][1].awaits_first_step:
-            self._queue_deadlines.popleft()
-        return self._queue_deadlines[0][0] if self._queue_deadlines else math.inf
+        return self._queue_deadlines.next
 
     def stats(self) -> SchedulerStats:
         """Count requests, blocks and what happened since the start."""
@@ -406,8 +401,7 @@ class EngineCore:
             AssertionError: Something leaked, is owned twice, or is counted wrongly.
         """
         live, blocked = {*self._requests.values()}, self._blocked.values()
-        num_most = MAX_DEADLINES_A_REQUEST * len(live)
-        assert len(self._queue_deadlines) <= num_most, "deadlines of requests that have ended are kept"
+        self._queue_deadlines.check_invariants(live)
         for request in blocked:
             assert request in live, f"{request} has ended and is kept"
             assert request.status in _BLOCKED, f"{request} is not blocked"
@@ -416,8 +410,7 @@ class EngineCore:
     # The ways out
 
     def _end_overdue(self, now: float) -> None:
-        while self.next_deadline <= now:
-            _, request = self._queue_deadlines.popleft()
+        while (request := self._queue_deadlines.pop_overdue(now)) is not None:
             reason = f"behind {len(self._scheduler.running)} that run: try later"
             if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
                 reason = "for its grammar was not compiled: try a simpler one"
@@ -473,9 +466,7 @@ class EngineCore:
         self._blocked.pop(request.request_id, None)
         request.move_to(status)
         del self._requests[request.request_id]
-        if len(self._queue_deadlines) > MAX_DEADLINES_A_REQUEST * len(self._requests):
-            waiting = [entry for entry in self._queue_deadlines if entry[1].awaits_first_step]
-            self._queue_deadlines = deque(waiting)
+        self._queue_deadlines.sweep(len(self._requests))
         self._finished_ids.append(request.request_id)
         self._emit(request, new_token_ids or [], cause)
 

@@ -1,28 +1,22 @@
-"""A request inside the engine: its tokens, how far they are computed, its status and what ends it.
+"""A request inside the engine: its tokens, how far they are computed, and its status.
 
 Statuses move only along `TRANSITIONS`; any other move raises, for it means that two ways out met. Who may move a
-request: the scheduler between waiting, running and preempted, the core to a finished status. The stop check is here
-because it is a fact about a request alone; stop strings are text and are found by the client's detokenizer.
+request: the scheduler between waiting, running and preempted, the core to a finished status.
 """
 
 from __future__ import annotations
 
 import enum
-from array import array
 from collections import deque
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
-
-from engine.outputs import BlockId, FinishReason, Logprobs, TokenArray
+from engine.append_only_array import AppendOnlyArray
+from engine.outputs import BlockId, FinishReason, Logprobs
 from engine.protocol import EngineCoreEvent, EngineCoreRequest, SessionPart
-from engine.sampling_params import RepetitionDetection, SamplingParams
+from engine.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from engine.structured_output.grammar import Grammar
-
-_LEAST_CAPACITY = 32
 
 
 class RequestStatus(enum.IntEnum):
@@ -104,45 +98,6 @@ class IllegalTransition(RuntimeError):
     """A request was moved against `TRANSITIONS`: a broken invariant, never a caller's fault."""
 
 
-class AppendOnlyArray:
-    """Int32 numbers that only grow at the end, so that a view handed out stays valid and never changes.
-
-    Growing past the capacity moves to a buffer of twice the size; older views keep the older buffer. The buffer is an
-    `array`, which takes a number in half the time that NumPy does; views are NumPy's.
-    """
-
-    __slots__ = ("_buffer", "_capacity", "_length", "_read_only")
-
-    def __init__(self, values: Sequence[int] = ()) -> None:
-        """Copy `values`."""
-        numbers = array("i", values)
-        self._length = len(numbers)
-        self._allocate(numbers)
-
-    def __len__(self) -> int:
-        return self._length
-
-    def append(self, value: int) -> None:
-        """Add one number."""
-        if self._length == self._capacity:
-            self._allocate(self._buffer)
-        self._buffer[self._length] = value
-        self._length += 1
-
-    def drop_last(self) -> None:
-        """Take back the last number, which no view handed out may hold."""
-        self._length -= 1
-
-    def view(self) -> TokenArray:
-        """Return all numbers so far, read-only, `[len(self)]`, without a copy."""
-        return self._read_only[: self._length]
-
-    def _allocate(self, numbers: array[int]) -> None:
-        self._capacity = max(_LEAST_CAPACITY, 2 * len(numbers))
-        self._buffer = numbers + array("i", bytes(numbers.itemsize * (self._capacity - len(numbers))))
-        self._read_only: TokenArray = np.frombuffer(memoryview(self._buffer).toreadonly(), dtype=np.int32)
-
-
 class MediaSpan(NamedTuple):
     """Where the tokens of a media item stand in the prompt; `identifier` is a digest of its content."""
 
@@ -200,7 +155,7 @@ class Request:
         shortage: Why it was not admitted when last tried; set by the KV cache manager.
         grammar: What its output must match; set by the core when it is compiled.
         session: The parts that are still to come, None where it is no session; set by the core.
-        stop_reason: What ended it beside EOS and length; set by `check_stop`.
+        stop_reason: What ended it beside EOS and length; set by the stop check.
         events: Since its last output; taken by the core.
         logprobs: Of the tokens of the step being committed; set by the scheduler, taken by the core.
         prompt_logprobs: Of the chunks committed so far; likewise.
@@ -336,57 +291,3 @@ class Request:
         self.num_tokens = self.num_prompt_tokens = len(self.tokens)
         wanted = max_model_len if params.max_tokens is None else self.num_prompt_tokens + params.max_tokens
         self.max_num_tokens = min(max_model_len, wanted)
-
-
-def append_sampled(request: Request, token_ids: list[int]) -> tuple[list[int], RequestStatus | None]:
-    """Append sampled tokens up to and including the one that ends the request; drop those after it.
-
-    Returns:
-        The tokens appended, and the finished status that `request` must move to, or None.
-    """
-    for count, token_id in enumerate(token_ids, start=1):
-        request.append(token_id)
-        may_end = token_id in request.ending_token_ids or request.num_tokens >= request.max_num_tokens
-        if may_end or request.sampling_params.repetition_detection is not None:
-            status = check_stop(request, token_id)
-            if status is not None:
-                return token_ids[:count], status
-    return token_ids, None
-
-
-def check_stop(request: Request, token_id: int) -> RequestStatus | None:
-    """Say how `token_id`, its newest token, ends `request`, or None; sets `stop_reason` where it says more.
-
-    In this order: below min_tokens neither EOS nor stop tokens nor a repetition count; EOS unless ignored; stop
-    tokens; then the length limits, which hold below min_tokens too; then a repetition. So a stop token in the last
-    allowed position is a stop.
-    """
-    params = request.sampling_params
-    is_long_enough = request.num_tokens - request.num_prompt_tokens >= params.min_tokens
-    if is_long_enough:
-        if token_id in params.eos_token_ids and not params.ignore_eos:
-            return RequestStatus.FINISHED_STOPPED
-        if token_id in params.stop_token_ids:
-            request.stop_reason = token_id
-            return RequestStatus.FINISHED_STOPPED
-    if request.num_tokens >= request.max_num_tokens:
-        return RequestStatus.FINISHED_LENGTH_CAPPED
-    if params.repetition_detection is not None and is_long_enough:
-        output = request.tokens.view()[request.num_prompt_tokens :]
-        if ends_in_repetition(output, params.repetition_detection):
-            request.stop_reason = "repetition_detected"
-            return RequestStatus.FINISHED_REPETITION
-    return None
-
-
-def ends_in_repetition(token_ids: TokenArray, detection: RepetitionDetection) -> bool:
-    """Whether the last tokens are one pattern, of a size that `detection` names, `min_count` times in a row."""
-    for size in range(max(1, detection.min_pattern_size), detection.max_pattern_size + 1):
-        num_repeated = size * detection.min_count
-        if num_repeated > len(token_ids):
-            return False
-        if token_ids[-1] == token_ids[-1 - size]:
-            tail = token_ids[-num_repeated:]
-            if np.array_equal(tail[size:], tail[:-size]):
-                return True
-    return False

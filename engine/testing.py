@@ -34,6 +34,7 @@ __all__ = ["Completion", "CoreDriver", "NullModelRunner", "TestGrammar", "expect
 AVAILABLE_MEMORY_BYTES = 2**30
 """What the pages of a driver's runner may take: a constant, for asking the machine takes longer than a short run."""
 SIMULATED_FAILURE = Cause("SimulatedFailure", "the step was made to fail")
+_FAITHFULLY = contextlib.nullcontext()
 
 
 class TestGrammar:
@@ -103,7 +104,7 @@ class Completion:
         return [event.kind for output in self.outputs for event in output.events]
 
 
-@dataclass
+@dataclass(slots=True)
 class LaunchedPlan:
     """A plan in flight, and what became of its step.
 
@@ -282,14 +283,17 @@ class CoreDriver:
         plan = launched.plan
         output = launched.output
         if output is not None:
-            for row, token_ids in zip(plan.requests, output.sampled_token_ids, strict=True):
-                token_ids += (more or {}).get(row.request_id, ())
+            if more:
+                for row, token_ids in zip(plan.requests, output.sampled_token_ids, strict=True):
+                    token_ids += more.get(row.request_id, ())
             names = [*broken] if launched.corrupted is None else [*broken, launched.corrupted]
-            failed = {**output.failed, **{RequestId(name): SIMULATED_FAILURE for name in names}}
-            self.core.commit(plan, msgspec.structs.replace(output, failed=failed), self._tick())
+            if names:
+                failed = {**output.failed, **dict.fromkeys(map(RequestId, names), SIMULATED_FAILURE)}
+                output = msgspec.structs.replace(output, failed=failed)
+            self.core.commit(plan, output, self._tick())
         else:
             self.core.fail(plan, SIMULATED_FAILURE, None if blamed is None else [RequestId(name) for name in blamed])
-        if output is None or failed:
+        if output is None or output.failed:
             for later in self.plans:
                 later.follows_failure = True
         self.check()
@@ -338,7 +342,7 @@ class CoreDriver:
         if launched.fails or launched.output is not None:
             return
         try:
-            with _corrupting(self.runner, launched.corrupted):
+            with _corrupting(self.runner, launched.corrupted) if launched.corrupted else _FAITHFULLY:
                 self.runner.execute(launched.plan)
             launched.output = self.runner.sample(launched.masks)
         except KeyError:
@@ -353,18 +357,22 @@ class CoreDriver:
         Rows of plans that follow a failed step count for nothing.
         """
         block_size, groups = self.core.capacity.block_size, self.core.capacity.kv_cache_groups
-        earlier_reads = [read for earlier in self.plans if not earlier.follows_failure for read in earlier.reads]
+        above = [reads for earlier in self.plans if not earlier.follows_failure for reads in earlier.reads]
         for row in launched.plan.requests:
             owner = self.requests.get(row.request_id, row.request_id)
             first, last = row.start // block_size, (row.start + row.num_tokens - 1) // block_size
             written: set[int] = set()
             read: set[int] = set()
-            for table, group in zip(map(np.ndarray.tolist, row.block_tables), groups, strict=True):
-                written.update(table[first : last + 1])
-                read.update(table[num_skipped_blocks(group, row.start, block_size) :])
-            for other, other_read, _ in itertools.chain(earlier_reads, launched.reads):
-                taken = other is not owner and written & other_read
-                assert not taken, f"{row.request_id} writes blocks {taken}, which an earlier row in flight reads"
+            for table, group in zip(row.block_tables, groups, strict=True):
+                blocks = table.tolist()
+                written.update(blocks[first : last + 1])
+                read.update(blocks[num_skipped_blocks(group, row.start, block_size) :])
+            for other, other_read, _ in above:
+                is_apart = other is owner or written.isdisjoint(other_read)
+                assert is_apart, (
+                    f"{row.request_id} writes one of blocks {written}, which an earlier row in flight reads"
+                )
+            above.append((owner, read, written))
             launched.reads.append((owner, read, written))
 
     def num_cached_tokens(self, request: Request) -> int:
@@ -382,9 +390,8 @@ class CoreDriver:
 
     def _end_act(self) -> None:
         if self.checks_acts:
-            self.check()
-        else:
-            self._collect()
+            self.core.check_invariants()
+        self._collect()
 
     def _collect(self) -> None:
         for output in self.core.take_outputs():
@@ -398,19 +405,18 @@ class CoreDriver:
 
 
 @contextlib.contextmanager
-def _corrupting(runner: NullModelRunner, request_id: RequestId | None) -> Iterator[None]:
-    """Let the rows of `request_id`, if any, write wrong K/V while the block lasts."""
+def _corrupting(runner: NullModelRunner, request_id: RequestId) -> Iterator[None]:
+    """Let the rows of `request_id` write wrong K/V while the block lasts."""
     write = runner._write
 
     def write_wrong(layer: int, row: ScheduledRequest, numbers: Any) -> None:
         write(layer, row, numbers ^ 1 if row.request_id == request_id else numbers)
 
-    if request_id is not None:
-        vars(runner)["_write"] = write_wrong
+    vars(runner)["_write"] = write_wrong
     try:
         yield
     finally:
-        vars(runner).pop("_write", None)
+        del vars(runner)["_write"]
 
 
 def _check_common_prefix(plan: SchedulerOutput) -> None:

@@ -20,18 +20,21 @@ class Coverage:
 
     def __init__(self) -> None:
         """Start with nothing met."""
-        self._events: Counter[tuple[str, object]] = Counter()
+        self._events: Counter[tuple[str, frozenset[object]]] = Counter()
         self.moves: Counter[Move] = Counter()
 
     def saw(self, event: str, statuses: Iterable[object]) -> None:
         """`event` has happened while requests were in `statuses`."""
-        for status in statuses:
-            self._events[event, status] += 1
+        self._events[event, frozenset(statuses)] += 1
 
     @property
     def events(self) -> Counter[tuple[str, str]]:
         """How often each event has happened while requests were in each status, by their names."""
-        return Counter({(event, str(status)): number for (event, status), number in self._events.items()})
+        counts: Counter[tuple[str, str]] = Counter()
+        for (event, statuses), number in self._events.items():
+            for status in statuses:
+                counts[event, str(status)] += number
+        return counts
 
     @contextlib.contextmanager
     def recording_moves(self) -> Iterator[None]:
@@ -56,7 +59,7 @@ class Coverage:
     def summary(self) -> str:
         """Return the coverage in a few words, for a line of progress."""
         moves = f"{len(LEGAL_MOVES & self.moves.keys())}/{len(LEGAL_MOVES)} moves, " if self.moves else ""
-        return f"{moves}{len(self._events)} pairs of status and event"
+        return f"{moves}{len(self.events)} pairs of status and event"
 
     def report(self) -> str:
         """Return two tables: events by status, and legal moves with how often each was taken."""

@@ -19,6 +19,7 @@ from engine.core import EngineCore
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.prefix_cache import PrefixCache
+from engine.limits import Limits
 from engine.outputs import ScheduledRequest
 from engine.request import Request, RequestStatus
 from engine.scheduler.scheduler import Scheduler
@@ -206,6 +207,7 @@ FAULTS: dict[str, Fault] = {
     "a complete text goes on": Fault(EngineCore, "_told_grammar", _complete_text_goes_on),
     "nine common blocks are claimed": Fault(KVCacheManager, "num_common_prefix_blocks", _nine_common_blocks),
     "blocks are not published again after a rewind": Fault(KVCacheManager, "rewind", _nothing),
+    "the parts of a session that wait are not bounded": Fault(Limits, "part_refusal", _nothing),
     "the salt is not hashed": Fault(PrefixCache, "hashes", _salt_not_hashed, kv_cache.TARGET),
 }
 """What is planted, by name."""

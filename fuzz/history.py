@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, Protocol, Self
+from typing import Any, ClassVar, NamedTuple, Protocol, Self, TypeVar
 
 EXAMPLES = Path("tests/fuzz/examples")
 """Where failures found are kept, as tests, when run from the project's folder."""
@@ -24,6 +24,9 @@ LINE_LENGTH = 120
 def choose(*values: Any) -> Any:
     """A field of a `Drawn`: one of `values`, the plainest first; one listed twice is drawn twice as often."""
     return field(default=values[0], metadata={"values": values})
+
+
+AnyDrawn = TypeVar("AnyDrawn", bound="Drawn")
 
 
 class Drawn:
@@ -38,14 +41,14 @@ class Drawn:
     @classmethod
     def draw(cls, draw: random.Random) -> Self:
         """Draw one."""
-        number = draw.random
-        return cls._made(*[values[int(number() * len(values))] for _, values in cls.choices()])
+        return cls.drawer(draw)()
 
     @classmethod
-    @functools.lru_cache(maxsize=4096)
-    def _made(cls, *values: Any) -> Self:
-        """Make one of these values; equal ones are one object, which nobody can change."""
-        return cls(*values)
+    def drawer(cls, draw: random.Random) -> Callable[[], Self]:
+        """Return what draws one at each call."""
+        number = draw.random
+        counted = [(values, len(values)) for _, values in cls.choices()]
+        return lambda: _made(cls, *[values[int(number() * count)] for values, count in counted])
 
     def given(self) -> dict[str, Any]:
         """Return the fields that differ from their plainest value."""
@@ -53,6 +56,12 @@ class Drawn:
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(_arguments(self))})"
+
+
+@functools.lru_cache(maxsize=4096)
+def _made(kind: type[AnyDrawn], *values: Any) -> AnyDrawn:
+    """Make one of these values; equal ones are one object, which nobody can change."""
+    return kind(*values)
 
 
 class Operation(Drawn):
@@ -63,6 +72,10 @@ class Operation(Drawn):
     def event(self, simulation: Any) -> str | None:
         """Return what will happen, for the coverage; None where the operation cannot be applied now, and is not."""
         return type(self).__name__.lower()
+
+    def whom(self, simulation: Any) -> str | None:
+        """Return the one request that it is about, whose status alone the coverage tells; None for everyone."""
+        return None
 
     def apply(self, simulation: Any) -> None:
         """Do it; only called where `event` says what will happen."""
@@ -110,7 +123,8 @@ class Target(NamedTuple):
         settings = self.settings(**{**self.settings.draw(draw).given(), **fixed})
         weights = [kind.weight for kind in self.operations]
         kinds = draw.choices(self.operations, weights, k=draw.choice((40, 160, 480)))
-        return History(settings, [kind.draw(draw) for kind in kinds])
+        drawn = {kind: kind.drawer(draw) for kind in self.operations}
+        return History(settings, [drawn[kind]() for kind in kinds])
 
 
 def replay(simulation: Simulation, operations: Sequence[Operation]) -> None:

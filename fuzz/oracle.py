@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -10,8 +12,8 @@ import numpy as np
 from engine.executor.null import Windows, continuation
 from engine.outputs import FinishReason, RequestId
 from engine.protocol import EngineCoreOutput, EngineCoreRequest
-from engine.request import ends_in_repetition
 from engine.sampling_params import SamplingParams
+from engine.stop_check import ends_in_repetition
 from engine.structured_output.grammar import Grammar
 from engine.testing import Completion
 
@@ -30,6 +32,26 @@ class Alone(NamedTuple):
     stop_reason: int | str | None
 
 
+class _Continuation:
+    """What the integer model says to a prompt, computed once and only as far as somebody asked."""
+
+    def __init__(self, token_ids: Iterator[int]) -> None:
+        self._rest = token_ids
+        self._known: list[int] = []
+
+    def __iter__(self) -> Iterator[int]:
+        for index in itertools.count():
+            if index == len(self._known):
+                self._known.append(next(self._rest))
+            yield self._known[index]
+
+
+@functools.lru_cache(maxsize=8192)
+def _continuation(prompt: tuple[int, ...], seed: int | None, windows: Windows) -> _Continuation:
+    params = SamplingParams(temperature=0.0) if seed is None else SamplingParams(temperature=1.0, seed=seed)
+    return _Continuation(continuation(prompt, params, windows))
+
+
 def run_alone(
     prompt: Sequence[int], params: SamplingParams, max_model_len: int, windows: Windows, grammar: Grammar | None = None
 ) -> Alone:
@@ -37,7 +59,9 @@ def run_alone(
     room = max_model_len - len(prompt)
     limit = max(0, room if params.max_tokens is None else min(room, params.max_tokens))
     tokens: list[int] = []
-    for token in continuation(prompt, params, windows, grammar):
+    seed = None if params.is_greedy else params.seed or 0
+    told = continuation(prompt, params, windows, grammar) if grammar else _continuation(tuple(prompt), seed, windows)
+    for token in told:
         if len(tokens) >= limit:
             break
         tokens.append(token)

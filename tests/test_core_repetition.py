@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from engine.outputs import FinishReason, ModelRunnerOutput, SchedulerOutput
-from engine.request import ends_in_repetition
 from engine.sampling_params import RepetitionDetection
+from engine.stop_check import ends_in_repetition
 from engine.testing import CoreDriver
 
 

@@ -3,18 +3,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from engine.append_only_array import AppendOnlyArray
 from engine.outputs import FinishReason, RequestId
 from engine.protocol import EngineCoreRequest
 from engine.request import (
     TRANSITIONS,
-    AppendOnlyArray,
     IllegalTransition,
     Request,
     RequestStatus,
-    append_sampled,
     draw_transitions,
 )
 from engine.sampling_params import SamplingParams
+from engine.stop_check import append_sampled
 
 EOS = 9
 

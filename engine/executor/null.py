@@ -180,6 +180,8 @@ class NullModelRunner:
             grammar_masks: For the plan's `grammar_rows`, in that order; a row whose mask allows nothing fails alone.
         """
         plan, states = self._executed.popleft()
+        if not plan.grammar_rows:
+            return self._draw(plan, states, {})
         masks = () if grammar_masks is None else grammar_masks
         return self._draw(plan, states, dict(zip(plan.grammar_rows, map(allowed_tokens, masks), strict=True)))
 
@@ -230,23 +232,29 @@ class NullModelRunner:
     def _write(self, layer: int, row: ScheduledRequest, numbers: _Numbers | int) -> None:
         """Put the K/V of this step's tokens, `[num_tokens]`, where the layer's block table has their places."""
         table, block_size = row.block_tables[self._groups[layer]], self._config.block_size
+        first, offset = divmod(row.start, block_size)
         if row.num_tokens == 1:
-            self._pages[layer][table[row.start // block_size], row.start % block_size] = numbers
+            self._pages[layer][table.item(first), offset] = numbers
         else:
-            positions = np.arange(row.start, row.start + row.num_tokens)
-            self._pages[layer][table[positions // block_size], positions % block_size] = numbers
+            end = offset + row.num_tokens
+            blocks = table[first : first + num_blocks_for(end, block_size)]
+            slots = self._pages[layer].take(blocks, 0)
+            slots.reshape(-1)[offset:end] = numbers
+            self._pages[layer][blocks] = slots
 
     def _read(self, layer: int, row: ScheduledRequest) -> _Numbers:
         """Return the K/V of all tokens so far, `[start + num_tokens]`, from where the block table has them."""
         end = row.start + row.num_tokens
-        table = row.block_tables[self._groups[layer]][: num_blocks_for(end, self._config.block_size)]
-        return self._pages[layer][table].ravel()[:end]
+        blocks = row.block_tables[self._groups[layer]][: num_blocks_for(end, self._config.block_size)]
+        return self._pages[layer].take(blocks, 0).ravel()[:end]
 
     def _attend_last(self, layer: int, row: ScheduledRequest) -> int:
         """Return the weighted sum over the window of the last position."""
         numbers, window = self._read(layer, row), self.windows[layer]
-        first = 0 if window is None else max(0, len(numbers) - window)
-        return int(numbers[first:].dot(self._factors[first : len(numbers)]))
+        factors = self._factors[: len(numbers)]
+        if window is not None:
+            numbers, factors = numbers[-window:], factors[-window:]
+        return int(numbers.dot(factors))
 
     def _attend(self, layer: int, row: ScheduledRequest) -> _Numbers:
         """Return the weighted sum over the window of each of this step's positions, `[num_tokens]`."""
@@ -344,7 +352,7 @@ def _factor(position: int) -> int:
     return _mix(position * _GAMMA) | 1
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=64)
 def _position_factors(num_positions: int) -> _Numbers:
     """Return `_factor` of each position, `[num_positions]`."""
     numbers = np.arange(1, num_positions + 1, dtype=np.uint64) * np.uint64(_GAMMA)

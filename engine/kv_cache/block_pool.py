@@ -19,7 +19,9 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+
+import numpy as np
+import numpy.typing as npt
 
 from engine.kv_cache.spec import NULL_BLOCK
 from engine.outputs import BlockId
@@ -50,6 +52,10 @@ class BlockPool:
     def num_references(self, block: BlockId) -> int:
         """Return how many references `block` has."""
         return self._num_references[block]
+
+    def references(self) -> npt.NDArray[np.int32]:
+        """Return how many references each block has, `[num_blocks + 1]`, without a copy."""
+        return np.frombuffer(self._num_references, dtype=np.int32)
 
     def free_blocks(self) -> Iterator[BlockId]:
         """Yield the free blocks in the order in which they will be taken."""
@@ -121,18 +127,23 @@ class BlockPool:
         Raises:
             AssertionError: Counts, queue or order are not what they must be.
         """
-        expected = [0] * (self.num_blocks + 1)
-        for block in referenced:
-            expected[block] += 1
-        actual = self._num_references.tolist()
+        actual, following = self._num_references.tolist(), self._next.tolist()
+        expected = [0] * len(actual)
+        for used in referenced:
+            expected[used] += 1
         assert actual == expected, f"references {actual} are not those of tables and plans {expected}"
         assert actual[NULL_BLOCK] == 0, "the null block is referenced"
-        free = [*islice(self.free_blocks(), self.num_blocks + 1)]
-        assert len(free) <= self.num_blocks, f"the free queue never ends: {free}"
+        free, block = [], following[NULL_BLOCK]
+        for _ in actual:  # the last time around there is nothing left
+            if block == NULL_BLOCK:
+                break
+            free.append(block)
+            block = following[block]
+        assert block == NULL_BLOCK, f"the free queue never ends: {free}"
         assert len(free) == self.num_free_blocks, f"{self.num_free_blocks} blocks are counted free, {len(free)} are"
         assert len(free) == actual.count(0) - 1, f"{len(free)} blocks are free, some of the others have no reference"
         assert not any(map(actual.__getitem__, free)), f"one of {free} is in use and in the free queue"
         cached = [*map(is_cached, free)]
         assert cached == sorted(cached), f"a cached block is queued before one that is not: {free}, {cached}"
-        before = [self._previous[block] for block in (*free, NULL_BLOCK)]
+        before = [*map(self._previous.__getitem__, (*free, NULL_BLOCK))]
         assert before == [NULL_BLOCK, *free], f"the free queue {free} is {before} when read backwards"

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from engine.append_only_array import AppendOnlyArray
 from engine.kv_cache.spec import NULL_BLOCK
 from engine.outputs import BlockId, TokenArray
-from engine.request import AppendOnlyArray
 
 _NULL = BlockId(NULL_BLOCK)
 
@@ -100,14 +100,17 @@ class BlockTables:
         """All blocks that they have a reference to; one that is in two tables comes twice."""
         return [block for table in self.of_group for block in table.blocks_in_use]
 
-    def check_invariants(self) -> None:
-        """Check lengths, views and null blocks against each other.
+    def check_invariants(self) -> list[BlockId]:
+        """Check lengths, views and null blocks against each other; return the blocks in use.
 
         Raises:
             AssertionError: They do not agree.
         """
+        in_use: list[BlockId] = []
         for table, view in zip(self.of_group, self.views, strict=True):
             blocks = table.blocks
             assert len(blocks) * self._block_size == self.num_slots, f"tables differ in length: {blocks}"
             assert blocks == view.tolist(), f"table {blocks} and view {view} differ"
             assert blocks.count(_NULL) == table.num_skipped, f"a null block among those in use: {blocks}"
+            in_use += blocks[table.num_skipped :]
+        return in_use

@@ -21,6 +21,8 @@ from collections import Counter
 from collections.abc import Sequence
 from itertools import takewhile
 
+import numpy as np
+
 from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.block_tables import BlockTable, BlockTables
 from engine.kv_cache.match import Match, longest_match
@@ -60,6 +62,7 @@ class KVCacheManager:
         self._max_in_flight = max_in_flight
         self._num_promised = 0
         self._num_common: tuple[int, ...] | None = None
+        self._matched: tuple[tuple[Request, int, int], Match] | None = None
         self.num_changes = 0
         self._tables: dict[RequestId, BlockTables] = {}
         self._held: dict[int, dict[RequestId, BlockTables]] = {}
@@ -72,7 +75,7 @@ class KVCacheManager:
     @property
     def awaited_steps(self) -> set[int]:
         """Steps in flight that have published something, or hold blocks that their requests gave back."""
-        return self.prefix_cache.uncommitted_steps | self._held.keys()
+        return {*self.prefix_cache.uncommitted_steps, *self._held}
 
     @property
     def num_available_blocks(self) -> int:
@@ -98,9 +101,12 @@ class KVCacheManager:
         """
         if not self._enable_prefix_caching or not request.reads_prefix_cache:
             return Match(tuple([] for _ in self._groups), 0)
-        max_blocks = (request.num_tokens - 1) // self.block_size
-        hashes = self.prefix_cache.hashes(request)[:max_blocks]
-        return longest_match(self.prefix_cache, self._groups, hashes, self.block_size)
+        asked = request, request.num_tokens, self.prefix_cache.num_changes
+        if self._matched is None or self._matched[0] != asked:
+            max_blocks = (request.num_tokens - 1) // self.block_size
+            hashes = self.prefix_cache.hashes(request)[:max_blocks]
+            self._matched = asked, longest_match(self.prefix_cache, self._groups, hashes, self.block_size)
+        return self._matched[1]
 
     def is_short(self, request: Request, num_reserved: int, max_new: int | None) -> bool:
         """Whether `has_room`, which refused before, would refuse again; O(1), for it is asked in every step."""
@@ -151,6 +157,8 @@ class KVCacheManager:
         num_needed = self.max_blocks(request.num_tokens)
         num_needed += num_reserved - sum(self.pool.num_references(block) > 0 for block in hits)
         num_free, left = self.num_available_blocks, Counter[BlockId]()
+        if num_needed > num_free + self._num_gained(victims, hits):
+            return None
         for count, victim in enumerate(victims):
             if num_needed <= num_free:
                 return count
@@ -162,6 +170,19 @@ class KVCacheManager:
                     num_free += 1
                     num_needed += block in hits
         return len(victims) if num_needed <= num_free else None
+
+    def _num_gained(self, victims: Sequence[Request], hits: set[BlockId]) -> int:
+        """Return how many more blocks one has that would share `hits`, once all of `victims` have left.
+
+        It is asked in vain again and again while one waits, so it looks at no block by itself.
+        """
+        tables = [self._tables[victim.request_id] for victim in victims]
+        if not tables:
+            return 0
+        num_uses = np.bincount(np.concatenate([view for of_one in tables for view in of_one.views]))
+        is_freed = (num_uses > 0) & (num_uses == self.pool.references()[: len(num_uses)])
+        num_lost = sum(block < len(is_freed) and bool(is_freed[block]) for block in hits)
+        return sum(of_one.num_promised for of_one in tables) + int(is_freed.sum()) - num_lost
 
     def _shareable(self, match: Match) -> list[BlockId]:
         """Return the matched blocks that cost nothing while others use them: not those that a window will give back."""
@@ -217,9 +238,10 @@ class KVCacheManager:
         """
         num_left = 0
         if tables.num_slots < tables.num_tokens:
-            windows = [tables.of_group[index] for index, _ in self._windowed]
-            num_shared = sum(self.pool.num_references(block) > 1 for table in windows for block in table.blocks_in_use)
-            num_left = max(0, self.max_blocks(tables.num_tokens) - len(tables.blocks_in_use) + num_shared)
+            num_left = self.max_blocks(tables.num_tokens) - len(tables.blocks_in_use)
+            for index, _ in self._windowed:
+                num_left += sum(self.pool.num_references(block) > 1 for block in tables.of_group[index].blocks_in_use)
+            num_left = max(0, num_left)
         self._num_promised += num_left - tables.num_promised
         tables.num_promised = num_left
 
@@ -338,14 +360,14 @@ class KVCacheManager:
             AssertionError: Something leaked, or is owned twice.
         """
         assert len(self._tables) == len(running), "tables are not those of who runs"
-        num_promised, references = 0, []
+        num_promised = 0
+        references: list[BlockId] = []
         for request in running:
             tables = self._tables.get(request.request_id)
             assert tables is not None, f"{request} runs without tables"
             assert tables.num_slots >= request.num_computed_tokens, f"{request}: tables are too short"
-            tables.check_invariants()
             num_promised += tables.num_promised
-            references += tables.blocks_in_use
+            references += tables.check_invariants()
         assert self._num_promised == num_promised, f"{self._num_promised} blocks are promised, not {num_promised}"
         for requests in self._held.values():
             for tables in requests.values():

@@ -36,32 +36,31 @@ def longest_match(
     cache: PrefixCache, groups: Sequence[KVCacheGroup], hashes: Sequence[bytes], block_size: int
 ) -> Match:
     """Find the longest cached beginning of `hashes`, the hashes of a request's full blocks; changes nothing."""
-    found: dict[int, list[BlockId | None]] = {}
+    full: dict[int, list[BlockId]] = {}
     length = len(hashes)
     for index, group in enumerate(groups):
         if group.sliding_window is None:
-            blocks = cache.match(hashes[:length], index)
-            found[index], length = list(blocks), len(blocks)
+            full[index] = cache.match(hashes[:length], index)
+            length = len(full[index])
     windows = {
         index: num_blocks_for(group.sliding_window - 1, block_size)
         for index, group in enumerate(groups)
         if group.sliding_window is not None
     }
-    for index in windows:
-        found[index] = [cache.find(block_hash, index) for block_hash in hashes[:length]]
+    found = {index: [cache.find(block_hash, index) for block_hash in hashes[:length]] for index in windows}
     previous = None
     while windows and length != previous:
         previous = length
         for index, num_needed in windows.items():
             length = longest_run([block is not None for block in found[index][:length]], num_needed)
     num_tokens = length * block_size
-    skipped = [num_skipped_blocks(group, num_tokens, block_size) for group in groups]
-    return Match(
-        tuple(
-            [_null_before(skipped[i], place, found[i][place]) for place in range(length)] for i in range(len(groups))
-        ),
-        num_tokens,
-    )
+    blocks = [
+        full[index][:length]
+        if index in full
+        else _null_before(num_skipped_blocks(group, num_tokens, block_size), found[index][:length])
+        for index, group in enumerate(groups)
+    ]
+    return Match(tuple(blocks), num_tokens)
 
 
 def longest_run(is_cached: Sequence[bool], num_needed: int) -> int:
@@ -79,8 +78,8 @@ def longest_run(is_cached: Sequence[bool], num_needed: int) -> int:
     return run
 
 
-def _null_before(num_skipped: int, index: int, block: BlockId | None) -> BlockId:
-    if index < num_skipped:
-        return BlockId(NULL_BLOCK)
-    assert block is not None, "a block that the window reaches is not cached"
-    return block
+def _null_before(num_skipped: int, blocks: Sequence[BlockId | None]) -> list[BlockId]:
+    reached = [block for block in blocks[num_skipped:] if block is not None]
+    num_null = min(num_skipped, len(blocks))
+    assert num_null + len(reached) == len(blocks), "a block that the window reaches is not cached"
+    return [BlockId(NULL_BLOCK)] * num_null + reached

@@ -15,7 +15,7 @@ is committed it can be retracted, and the block cannot be evicted before it is c
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, KeysView, Sequence
 from itertools import groupby
 
 from engine.kv_cache.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
@@ -26,7 +26,11 @@ HASH_SIZE_BYTES = hashlib.sha256().digest_size
 
 
 class PrefixCache:
-    """Hash → block id and back; owns no block and no reference."""
+    """Hash → block id and back; owns no block and no reference.
+
+    Attributes:
+        num_changes: Grows with every publication and whenever a block is forgotten: in between, matches stay the same.
+    """
 
     def __init__(self, num_blocks: int, block_size: int, salt: bytes, *, records_events: bool = False) -> None:
         """Start empty, for block ids below `num_blocks` of `block_size` tokens. Only equal salts give equal hashes."""
@@ -37,28 +41,33 @@ class PrefixCache:
         self._twins: dict[bytes, list[BlockId]] = {}
         self._published: dict[int, list[BlockId]] = {}
         self._events: list[KVCacheEvent] | None = [] if records_events else None
+        self.num_changes = 0
 
     def hashes(self, request: Request) -> list[bytes]:
         """Return the hash of each full block of the request's tokens; each is computed once in its life."""
         hashes, size = request.block_hashes, self._block_size
+        num_full = len(request.tokens) // size
+        if num_full == len(hashes):
+            return hashes
         tokens = request.tokens.view()
-        for index in range(len(hashes), len(tokens) // size):
-            digest = hashlib.sha256(hashes[-1] if hashes else self._root)
-            digest.update(tokens[index * size : (index + 1) * size].tobytes())
+        parent = hashes[-1] if hashes else self._root
+        for index in range(len(hashes), num_full):
+            content = parent + tokens[index * size : (index + 1) * size].tobytes()
             for kind, key in _keys(request, index, size):
-                digest.update(b"%b\0%d\0%b" % (kind, len(key), key))
-            hashes.append(digest.digest())
+                content += b"%b\0%d\0%b" % (kind, len(key), key)
+            parent = hashlib.sha256(content).digest()
+            hashes.append(parent)
         return hashes
 
     def find(self, block_hash: bytes, group: int = 0) -> BlockId | None:
         """Return the block that can be hit under `block_hash` in `group`; nothing is referenced or changed."""
-        return self._block_of.get(_key(block_hash, group))
+        return self._block_of.get(block_hash + _suffix(group))
 
     def match(self, hashes: Iterable[bytes], group: int = 0) -> list[BlockId]:
         """Return the blocks of the longest known beginning of `hashes`; nothing is referenced or changed."""
-        blocks = []
+        blocks, suffix = [], _suffix(group)
         for block_hash in hashes:
-            block = self.find(block_hash, group)
+            block = self._block_of.get(block_hash + suffix)
             if block is None:
                 break
             blocks.append(block)
@@ -70,10 +79,12 @@ class PrefixCache:
 
     def publish(self, request: Request, first: int, blocks: Sequence[BlockId], step: int, group: int = 0) -> None:
         """Let `blocks`, full ones of `request` from its `first` on, be hit from now on; `step` completes them."""
+        self.num_changes += 1
         hashes = self.hashes(request)[first : first + len(blocks)]
         new: list[int] = []
+        suffix = _suffix(group)
         for index, (block, block_hash) in enumerate(zip(blocks, hashes, strict=True), start=first):
-            key = _key(block_hash, group)
+            key = block_hash + suffix
             self._key_of[block] = key
             if self._block_of.setdefault(key, block) != block:
                 self._twins.setdefault(key, []).append(block)
@@ -85,9 +96,9 @@ class PrefixCache:
             self._events += [self._stored(request, [index for _, index in run], group) for _, run in runs]
 
     @property
-    def uncommitted_steps(self) -> set[int]:
+    def uncommitted_steps(self) -> KeysView[int]:
         """Steps whose publications can still be retracted."""
-        return {*self._published}
+        return self._published.keys()
 
     def commit(self, step: int) -> None:
         """The blocks published by `step` are computed: they stay until evicted."""
@@ -109,6 +120,7 @@ class PrefixCache:
             key = self._key_of[block]
             if key is None:
                 continue
+            self.num_changes += 1
             self._key_of[block] = None
             twins = self._twins.get(key)
             if twins is None:
@@ -125,6 +137,7 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget everything."""
+        self.num_changes += 1
         self._key_of = [None] * len(self._key_of)
         self._block_of.clear()
         self._twins.clear()
@@ -165,8 +178,8 @@ class PrefixCache:
         return BlockStored(request.block_hashes[first:end], parent, token_ids, size, group, request.adapter_key)
 
 
-def _key(block_hash: bytes, group: int) -> bytes:
-    return block_hash if group == 0 else block_hash + group.to_bytes(2, "big")
+def _suffix(group: int) -> bytes:
+    return group.to_bytes(2, "big") if group else b""
 
 
 def _group_of(key: bytes) -> int:

@@ -85,9 +85,8 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
 
 def num_skipped_blocks(group: KVCacheGroup, num_tokens: int, block_size: int) -> int:
     """Return how many leading blocks nobody reads any more who has computed `num_tokens` tokens."""
-    if group.sliding_window is None:
-        return 0
-    return max(0, num_tokens - group.sliding_window + 1) // block_size
+    window = group.sliding_window
+    return 0 if window is None else max(0, num_tokens - window + 1) // block_size
 
 
 def max_blocks_for(groups: Sequence[KVCacheGroup], num_tokens: int, block_size: int, max_in_flight: int) -> int:
@@ -95,12 +94,12 @@ def max_blocks_for(groups: Sequence[KVCacheGroup], num_tokens: int, block_size: 
 
     A window is computed with at most `max_in_flight` uncommitted tokens, whose own windows must still be there.
     """
-    num_blocks = 0
+    most = num_blocks_for(num_tokens, block_size)
+    num_blocks = most * len(groups)
     for group in groups:
-        most = num_blocks_for(num_tokens, block_size)
         if group.sliding_window is not None:
-            most = min(most, num_blocks_for(group.sliding_window - 1 + max_in_flight, block_size) + 1)
-        num_blocks += most
+            seen = num_blocks_for(group.sliding_window - 1 + max_in_flight, block_size) + 1
+            num_blocks -= max(0, most - seen)
     return num_blocks
 
 

@@ -28,7 +28,7 @@ from engine.model_runner.memory import available_memory_bytes, give_back_memory,
 from engine.models.base import Model, ModelShape
 from engine.models.checkpoint import model_digest, stored_tensors
 from engine.models.memory_estimate import refuse_what_cannot_fit
-from engine.models.registry import build_model
+from engine.models.registry import build_model, own_shape
 from engine.models.save import save_sharded
 from engine.outputs import (
     Capacity,
@@ -106,7 +106,8 @@ class ModelRunner:
         logger.info("%d threads on %d cores, which %d engines share", num_threads, _num_cores(), num_engines)
         progress("weights", 0, 0)
         available = available_memory_bytes() // num_engines
-        logger.info("%s needs %s", self._folder, refuse_what_cannot_fit(self._folder, self._config, available))
+        own = own_shape(self._folder, self._config)
+        logger.info("%s needs %s", self._folder, refuse_what_cannot_fit(self._folder, self._config, available, own))
         self._model, max_model_len, dtype = build_model(self._folder, self._config, partial(progress, "weights"))
         self._dtype = dtype
         shape = self._model.config

@@ -9,7 +9,7 @@ from typing import Any
 from engine.client.tokenizer import load_tokenizer
 from engine.errors import ConfigError
 from engine.models import NULL_MODEL, hub, registry
-from engine.models.checkpoint import read_config, weight_files
+from engine.models.checkpoint import first_few, read_config, weight_files
 from engine.models.convert import Progress, inspect
 from engine.models.fetch import wait_in_read
 from engine.models.listing import weights_of
@@ -42,11 +42,14 @@ def check(model: str, progress: Progress) -> str:
     else:
         folder = resolve(model, progress)
     has_weights = any(folder.glob("*.safetensors"))
-    said = _verdict(model, read_config(folder), folder if has_weights else None, progress)
+    missing = hub.missing_weights(folder) if on_hub is not None else []
+    is_whole = has_weights and not missing
+    said = _verdict(model, read_config(folder), folder if is_whole else None, progress)
     if on_hub is None and not has_weights:
         return ", ".join([*said, "no *.safetensors file here"])
     tokenizer = load_tokenizer(folder)
-    weights = _weights(folder) if has_weights else "weights not downloaded"
+    in_part = f"weights downloaded in part, without {first_few(missing)}" if has_weights else "weights not downloaded"
+    weights = _weights(folder) if is_whole else in_part
     return ", ".join([*said, weights, *_text(tokenizer.vocab_size, tokenizer.has_chat_template)])
 
 
@@ -58,9 +61,9 @@ def _check_gguf(path: Path, progress: Progress) -> str:
 
 
 def _verdict(model: str, config: dict[str, Any], folder: Path | None, progress: Progress) -> list[str]:
-    implementation, max_positions = registry.choose(config, folder, functools.partial(progress, "guard"))
+    architecture, implementation, max_positions = registry.choose(config, folder, functools.partial(progress, "guard"))
     context = f"context {max_positions} tokens" if max_positions else "no longest context: give --max-model-len"
-    runs = f"{model}: {config['architectures'][0]}, {implementation} runs it; {context}"
+    runs = f"{model}: {architecture}, {implementation} runs it; {context}"
     return [runs, *filter(None, [weights_of(config)])]
 
 

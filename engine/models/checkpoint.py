@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,11 @@ INDEX_FILE = "model.safetensors.index.json"
 STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """The forms of numbers that are read: as safetensors call them, as config.json does."""
 ITEM_SIZES_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+NEVER_READ = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+"""Names of tensors that old checkpoints have and no model needs."""
+MASKS = re.compile(rf"{NEVER_READ.pattern}|(^|\.)position_ids$|(^|\.)(attn|attention)\.(masked_)?bias$")
+"""Those, and tables that old checkpoints have beside the weights, as numbers of any kind."""
 MAX_COUNT = 2**31 - 1
 """Of whatever a config.json counts that has no limit of its own."""
 MAX_LAYERS = MAX_EXPERTS = 4096

@@ -72,6 +72,11 @@ class DecoderConfig:
     logits_divisor: float
     logits_softcap: float | None
 
+    @property
+    def rotary_dims(self) -> tuple[int, ...]:
+        """The dimensions that each way to rotate rotates."""
+        return tuple(rope.dim for rope in set(self.ropes) if rope is not None)
+
     @classmethod
     def of(cls, config: dict[str, Any], traits: DecoderTraits) -> DecoderConfig:
         """Read the content of a config.json.
@@ -81,18 +86,18 @@ class DecoderConfig:
             CheckpointError: A number is missing or makes no sense.
         """
         _refuse_variants(config, traits)
-        raw = {**NEUTRAL, **traits.defaults, **config}
+        raw = {**NEUTRAL, "rms_norm_eps": 1e-6, **traits.defaults, **config, **traits.fixed}
         hidden_size, num_heads = _count(raw, "hidden_size"), _count(raw, "num_attention_heads")
         num_kv_heads = _count(raw, "num_key_value_heads", num_heads)
         num_layers = _count(raw, "num_hidden_layers")
-        head_dim = _count(raw, "head_dim", hidden_size // num_heads)
+        head_dim = _count(raw, "head_dim", None if "head_dim" in traits.defaults else hidden_size // num_heads)
         if num_heads % num_kv_heads or head_dim % 2:
             raise CheckpointError(
                 f"config.json: {num_heads} heads of {head_dim} over {num_kv_heads} K/V heads make no attention: "
                 f"the first must be a multiple of the last, the head even"
             )
-        attention_bias = traits.biases == "config" and _flag(raw, "attention_bias")
-        rotates = _rotating_layers(raw, num_layers)
+        attention_bias = traits.biases in ("config", "attention") and _flag(raw, "attention_bias")
+        rotates = _rotating_layers(raw, traits, num_layers)
         windows = _windows(raw, traits, rotates)
         return cls(
             traits=traits,
@@ -103,7 +108,7 @@ class DecoderConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            norm_eps=number(raw, "rms_norm_eps", 1e-6),
+            norm_eps=number(raw, "rms_norm_eps"),
             max_positions=_count(raw, "max_position_embeddings"),
             activation=_activation(raw, traits),
             ties_embeddings=_flag(raw, "tie_word_embeddings"),
@@ -113,11 +118,11 @@ class DecoderConfig:
             ropes=_ropes(raw, traits, head_dim, rotates, windows),
             windows=windows,
             experts=_experts(raw, traits, num_layers),
-            attention_scale=_attention_scale(raw, head_dim),
+            attention_scale=_attention_scale(raw, traits, head_dim),
             attention_softcap=_cap(raw, "attn_logit_softcapping"),
-            embedding_multiplier=number(raw, "embedding_multiplier", 1.0),
-            residual_multiplier=number(raw, "residual_multiplier", 1.0),
-            logits_divisor=number(raw, "logits_scaling", 1.0),
+            embedding_multiplier=number(raw, "embedding_multiplier"),
+            residual_multiplier=number(raw, "residual_multiplier"),
+            logits_divisor=number(raw, "logits_scaling"),
             logits_softcap=_cap(raw, "final_logit_softcapping"),
         )
 
@@ -127,11 +132,18 @@ def _refuse_variants(config: dict[str, Any], traits: DecoderTraits) -> None:
         raise UnsupportedModel(
             f"quantized checkpoints are not supported: quantization_config {config['quantization_config']}"
         )
-    settings = _object(config, "rope_parameters") | _object(config, "rope_scaling") | config
-    for key, neutral in NEUTRAL.items():
-        value = settings.get(key)
-        if key not in traits.defaults and value is not None and value != neutral:
-            raise UnsupportedModel(f"{key} {value!r} is not built for this architecture; leave it out or {neutral!r}")
+    num_experts = {name: config[name] for name in ("num_experts", "num_local_experts") if name in config}
+    if len(num_experts) > 1 and num_experts["num_experts"] != num_experts["num_local_experts"]:
+        raise UnsupportedModel(f"{num_experts} contradict each other: give one of them")
+    ropes = [_object(config, name) for name in ("rope_parameters", "rope_scaling")]
+    ropes += [_object(rope, kind) for rope in ropes for kind in (FULL, WINDOW)]
+    for settings in (config, *ropes):
+        for key in NEUTRAL.keys() & settings.keys() - traits.defaults.keys():
+            value, neutral = settings[key], NEUTRAL[key]
+            if value != neutral and (value is not None or neutral is True):  # null means no
+                raise UnsupportedModel(
+                    f"{key} {value!r} is not built for this architecture; leave it out or {neutral!r}"
+                )
 
 
 def _activation(raw: dict[str, Any], traits: DecoderTraits) -> str:
@@ -144,17 +156,20 @@ def _activation(raw: dict[str, Any], traits: DecoderTraits) -> str:
     return traits.activations[name]
 
 
-def _attention_scale(raw: dict[str, Any], head_dim: int) -> float:
-    if raw["attention_multiplier"] is not None:
+def _attention_scale(raw: dict[str, Any], traits: DecoderTraits, head_dim: int) -> float:
+    if "attention_multiplier" in traits.defaults:
         return number(raw, "attention_multiplier")
-    return float(number(raw, "query_pre_attn_scalar", head_dim) ** -0.5)
+    scalar = number(raw, "query_pre_attn_scalar") if "query_pre_attn_scalar" in traits.defaults else head_dim
+    return float(scalar**-0.5)
 
 
-def _rotating_layers(raw: dict[str, Any], num_layers: int) -> tuple[bool, ...]:
-    flags = _list(raw, "no_rope_layers")  # 1 where there is rotary, whatever the name says
-    if not flags:
-        interval = _count(raw, "no_rope_layer_interval", num_layers + 1)
+def _rotating_layers(raw: dict[str, Any], traits: DecoderTraits, num_layers: int) -> tuple[bool, ...]:
+    if "no_rope_layers" not in traits.defaults:
+        return (True,) * num_layers
+    if raw["no_rope_layers"] is None:
+        interval = _count(raw, "no_rope_layer_interval")
         return tuple((i + 1) % interval != 0 for i in range(num_layers))
+    flags = _list(raw, "no_rope_layers")  # 1 where there is rotary, whatever the name says
     if len(flags) < num_layers:
         raise CheckpointError(f"config.json: {len(flags)} no_rope_layers for {num_layers} layers")
     return tuple(bool(flag) for flag in flags[:num_layers])
@@ -168,13 +183,14 @@ def _ropes(
     windows: tuple[int | None, ...],
 ) -> tuple[RopeConfig | None, ...]:
     if not traits.rotates_windows_apart:
-        rope = RopeConfig.of(raw, head_dim)
+        rope = RopeConfig.of(raw, head_dim, names=traits.scalings)
         return tuple(rope if is_rotated else None for is_rotated in rotates)
-    parameters = _object(raw, "rope_parameters")
-    full = _object(parameters, FULL) | _object(raw, "rope_scaling")
-    local = {"rope_theta": raw["rope_local_base_freq"]} | _object(parameters, WINDOW)
-    if parameters.keys() - {FULL, WINDOW}:
+    parameters, scaling = _object(raw, "rope_parameters"), _object(raw, "rope_scaling")
+    if parameters.keys() - {FULL, WINDOW} or (scaling and parameters and not parameters.get(FULL)):
         raise UnsupportedModel(f"rope_parameters must be given for {FULL} and {WINDOW}, got {parameters}")
+    # As in transformers, a scaling that alone names its kind by the older name, type, is not heard, nor is truncate.
+    full = _object(parameters, FULL) | ({} if parameters else {"rope_type": "default"}) | scaling | {"truncate": True}
+    local = {"rope_theta": raw["rope_local_base_freq"]} | _object(parameters, WINDOW) | {"truncate": True}
     alone = raw | {"original_max_position_embeddings": None}  # only what stands in their own parameters counts
     ropes = {False: RopeConfig.of(alone, head_dim, full), True: RopeConfig.of(alone, head_dim, local)}
     return tuple(ropes[window is not None] for window in windows)
@@ -188,7 +204,7 @@ def _windows(raw: dict[str, Any], traits: DecoderTraits, rotates: tuple[bool, ..
         size = None
     has_windows = size is not None or traits.windows == "alternating"
     kinds = [WINDOW if has_windows and is_windowed else FULL for is_windowed in _window_layers(raw, traits, rotates)]
-    asked = _list(raw, "layer_types") or kinds
+    asked = kinds if raw.get("layer_types") is None else _list(raw, "layer_types")
     unknown = [kind for kind in asked if kind not in (FULL, WINDOW)]
     if unknown:
         raise UnsupportedModel(f"layer_types {unknown} are not supported; only {FULL} and {WINDOW} are")
@@ -210,7 +226,7 @@ def _window_layers(raw: dict[str, Any], traits: DecoderTraits, rotates: tuple[bo
         return tuple((i + 1) % _count(raw, "sliding_window_pattern") != 0 for i in layers)
     if traits.windows == "unrotated":
         return tuple(not is_rotated for is_rotated in rotates)
-    return (traits.windows == "all",) * len(rotates)
+    return (traits.windows in ("all", "each"),) * len(rotates)
 
 
 def _experts(raw: dict[str, Any], traits: DecoderTraits, num_layers: int) -> tuple[ExpertsConfig | None, ...]:
@@ -224,7 +240,7 @@ def _experts(raw: dict[str, Any], traits: DecoderTraits, num_layers: int) -> tup
     )
     if experts.num_chosen > experts.num_experts:
         raise CheckpointError(f"config.json: {experts.num_chosen} num_experts_per_tok of {experts.num_experts} experts")
-    dense, step = _list(raw, "mlp_only_layers"), _count(raw, "decoder_sparse_step", 1)
+    dense, step = _list(raw, "mlp_only_layers"), _count(raw, "decoder_sparse_step")
     return tuple(experts if i not in dense and (i + 1) % step == 0 else None for i in range(num_layers))
 
 

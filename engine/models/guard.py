@@ -127,7 +127,16 @@ def are_equal(logits: torch.Tensor, expected: torch.Tensor, tolerance: float) ->
 def _equals_eager(draw: _Draw) -> bool:
     with _eager(draw.body):
         expected = draw.body.module(input_ids=draw.long[None], use_cache=False).logits[0].float()
+    if not bool(expected.isfinite().all()):
+        raise UnsupportedModel(f"its logits are not finite: {_origin_of_infinity(draw.body.module)}")
     return draw.equal(draw.long_alone, expected)
+
+
+def _origin_of_infinity(module: torch.nn.Module) -> str:
+    for name, parameter in module.named_parameters():
+        if not bool(parameter.isfinite().all()):
+            return f"{name} holds NaN or infinity"
+    return f"its weights are, so it exceeds {str(module.dtype).removeprefix('torch.')}; another --dtype may do"
 
 
 def _is_right_beside_another(draw: _Draw) -> bool:

@@ -136,6 +136,18 @@ def cached() -> list[CachedModel]:
     return found
 
 
+def missing_weights(folder: Path) -> list[str]:
+    """Name the weight files that a snapshot lacks, as far as it tells."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            files: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return sorted({str(name) for name in files.values() if not (folder / str(name)).is_file()})
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            return ["readable model.safetensors.index.json"]
+    return [] if any(folder.glob("*.safetensors")) else ["*.safetensors file"]
+
+
 def cache_folder() -> Path:
     """Return the hub's cache folder, from the variables that huggingface_hub reads; it need not exist."""
     for name in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
@@ -163,21 +175,10 @@ def _snapshot(model: HubModel) -> Path | None:
 def _missing(folder: Path, with_weights: bool = True) -> list[str]:
     """Name what a model folder lacks to be served."""
     missing = [] if (folder / "config.json").is_file() else ["config.json"]
-    missing += _missing_weights(folder) if with_weights else []
+    missing += missing_weights(folder) if with_weights else []
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
         missing.append("tokenizer.json or tokenizer.model")
     return missing
-
-
-def _missing_weights(folder: Path) -> list[str]:
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            files: dict[str, Any] = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return sorted({str(name) for name in files.values() if not (folder / str(name)).is_file()})
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
-            return ["readable model.safetensors.index.json"]
-    return [] if any(folder.glob("*.safetensors")) else ["*.safetensors file"]
 
 
 def _is_offline() -> bool:

@@ -11,11 +11,12 @@ from __future__ import annotations
 import contextlib
 import copy
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import transformers
+from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
 
 from engine.models.guard import are_equal, inspect, tolerance
@@ -58,12 +59,15 @@ def judge(config: PretrainedConfig, max_positions: int, progress: Callable[[int,
         module = draw(config)
         progress(1, 2)
         module.set_attn_implementation(ATTENTION_NAME)
-        inspect(Body(module), max_positions)
+        with _WideSoftmax() if module.dtype == torch.float64 else contextlib.nullcontext():
+            inspect(Body(module), max_positions)
         progress(2, 2)
 
 
 def draw(config: PretrainedConfig) -> PreTrainedModel:
-    """Return a small random float32 model of the kind of `config`, under transformers' own eager attention.
+    """Return a small random model of the kind of `config`, under transformers' own eager attention.
+
+    It is of float32; of float64 where it magnifies what rounding does: what is magnified then is next to nothing.
 
     Raises:
         NoLikeness: The sizes of that kind depend on each other in ways not known here, it is not small, it does not run
@@ -80,13 +84,35 @@ def draw(config: PretrainedConfig) -> PreTrainedModel:
         num_numbers = sum(held.numel() for held in (*imagined.parameters(), *imagined.buffers()))
         if num_numbers > MAX_NUMBERS:
             raise NoLikeness(f"a small model of its kind has {num_numbers} numbers")
-        torch.manual_seed(0)
-        module: PreTrainedModel = loader.from_config(small, attn_implementation="eager", dtype=torch.float32).eval()
-        for parameter in module.parameters():
-            spread = _MATRIX_SPREAD * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else _VECTOR_SPREAD
-            parameter.add_(torch.randn_like(parameter), alpha=spread)
-        _check_rounding(module, num_layers)
+        for dtype in (torch.float32, torch.float64):
+            module = _drawn(small, dtype)
+            if not _magnifies_rounding(module, num_layers):
+                return module
+        raise NoLikeness("a small model of its kind magnifies what rounding does")
+
+
+def _drawn(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    torch.manual_seed(0)
+    loader: Any = transformers.AutoModelForCausalLM
+    module: PreTrainedModel = loader.from_config(copy.deepcopy(config), attn_implementation="eager", dtype=dtype).eval()
+    if dtype == torch.float64:
+        module.set_experts_implementation("eager")  # the library's grouped products have no such type
+    for parameter in module.parameters():
+        spread = _MATRIX_SPREAD * parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else _VECTOR_SPREAD
+        parameter.add_(torch.randn_like(parameter), alpha=spread)
     return module
+
+
+class _WideSoftmax(TorchFunctionMode):
+    """Softmax in float64 where float32 is asked for: its sums would round by the number of keys."""
+
+    def __torch_function__(
+        self, function: Any, _types: Any, arguments: Sequence[Any] = (), keywords: Any = None
+    ) -> Any:
+        keywords = keywords or {}
+        if keywords.get("dtype") is torch.float32 and function.__name__ == "softmax":
+            keywords = keywords | {"dtype": torch.float64}
+        return function(*arguments, **keywords)
 
 
 @contextlib.contextmanager
@@ -112,8 +138,8 @@ def _no_likeness() -> Iterator[None]:
         raise NoLikeness(f"a small model of its kind cannot be made: {type(error).__name__}: {error}") from error
 
 
-def _check_rounding(module: PreTrainedModel, num_layers: int) -> None:
-    """Refuse a likeness whose logits a change of the last bits moves by as much as a fault would."""
+def _magnifies_rounding(module: PreTrainedModel, num_layers: int) -> bool:
+    """Whether a change of the last bits moves the logits by as much as a fault would."""
     embedding: Any = module.get_input_embeddings()
     token_ids = torch.arange(_NUM_TOKENS)[None]
     logits = module(input_ids=token_ids, use_cache=False).logits[0]
@@ -121,8 +147,7 @@ def _check_rounding(module: PreTrainedModel, num_layers: int) -> None:
     embedding.weight.mul_(1 + torch.randn_like(kept) * torch.finfo(kept.dtype).eps)
     moved = module(input_ids=token_ids, use_cache=False).logits[0]
     embedding.weight.copy_(kept)
-    if not are_equal(moved, logits, tolerance(module.dtype, num_layers)):
-        raise NoLikeness("a small model of its kind magnifies what rounding does")
+    return not are_equal(moved, logits, tolerance(module.dtype, num_layers))
 
 
 def _shrunk(config: PretrainedConfig) -> PretrainedConfig:

@@ -1,36 +1,75 @@
 """How much memory a model will need at least, from config.json and the headers of its weight files alone. No torch.
 
 Said before anything is loaded, so that a model that cannot fit is refused in a moment and with the numbers, not killed
-after minutes. It is a lower bound: what the files do not tell counts as nothing. What the K/V pages finally take is
-chosen, within what is then left, by `kv_cache.spec.choose_num_kv_blocks`.
+after minutes. It is a lower bound: what the files do not tell counts as nothing. Of our own decoder they tell all; of a
+model of transformers not what its class assumes where config.json is silent. What the K/V pages finally take is chosen,
+within what is then left, by `kv_cache.spec.choose_num_kv_blocks`.
 """
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kv_cache.spec import KVCacheSpec, max_blocks_for
-from engine.models.checkpoint import ITEM_SIZES_BYTES, StoredTensor, read_config, refuse_above_limit, stored_tensors
-from engine.models.families import DECODERS
+from engine.models.checkpoint import (
+    EMBEDDING,
+    HEAD,
+    ITEM_SIZES_BYTES,
+    MASKS,
+    StoredTensor,
+    read_config,
+    refuse_above_limit,
+    stored_tensors,
+)
 
 _MIB = 2**20
 _MAX_MODEL_LEN = 2**24
 """The most that --max-model-len takes."""
-_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
+_KEYS = re.compile(r"(^|\.)(k_proj|key)\.weight$")
+
+
+class OwnShape(Protocol):
+    """What our own decoder is built from, as far as it takes memory; see `decoder_config.DecoderConfig`."""
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with a KV cache."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        """K/V heads a layer."""
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers a head."""
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """For each layer the positions a row sees, None for all."""
+
+    @property
+    def rotary_dims(self) -> tuple[int, ...]:
+        """Of each table of cosines and sines the numbers a position."""
+
+    @property
+    def ties_embeddings(self) -> bool:
+        """Whether the head is the embedding."""
 
 
 class MemoryEstimate(NamedTuple):
     """Bytes of memory, at least; set by `estimate_memory`.
 
     Attributes:
-        weights_bytes: All tensors, in the type they will have; an embedding that is the head too counts twice, for
-            the head is reordered.
+        weights_bytes: All tensors that are read, in the type they will have; with our own decoder an embedding that is
+            the head too counts twice, for the head is reordered.
         loading_bytes: The largest tensor as it is stored, which lies beside its copy while it is converted.
         kv_bytes: Keys and values of one request of `max_model_len` tokens.
         rotary_bytes: The cosines and sines of that many positions.
@@ -63,35 +102,40 @@ class MemoryEstimate(NamedTuple):
         )
 
 
-def estimate_memory(folder: Path, config: EngineConfig, available_bytes: int) -> MemoryEstimate:
+def estimate_memory(folder: Path, config: EngineConfig, available_bytes: int, own: OwnShape | None) -> MemoryEstimate:
     """Return what the model of `folder` needs under `config`.
+
+    Args:
+        folder: In Hugging Face layout.
+        config: Of the engine.
+        available_bytes: What there is.
+        own: Of our own decoder, if that will run the model; None if transformers will.
 
     Raises:
         CheckpointError: A file is missing or unreadable, or a number in config.json makes no sense.
     """
     whole = read_config(folder)
     raw = whole.get("text_config") or whole
-    tensors = list(stored_tensors(folder))
     dtype = config.dtype if config.dtype != "auto" else raw.get("dtype") or raw.get("torch_dtype")
     item_size_bytes = ITEM_SIZES_BYTES.get(str(dtype), 0)
-    # Only our own decoder keeps a tied head in a second order, and tables of all positions.
-    is_own = config.model_impl != "transformers" and any(
-        str(name) in DECODERS for name in whole.get("architectures") or ()
-    )
-    weights_bytes, loading_bytes = _second_head_bytes(tensors, item_size_bytes) if is_own else 0, 0
+    tensors = _read_tensors(list(stored_tensors(folder)), raw, own)
+    weights_bytes = loading_bytes = 0
     for tensor in tensors:
         size_bytes = _size_bytes(tensor, item_size_bytes)
         weights_bytes += size_bytes
         loading_bytes = max(loading_bytes, tensor.size_bytes if size_bytes != tensor.size_bytes else 0)
+    if own is not None and own.ties_embeddings:
+        heads = [tensor for tensor in tensors if tensor.name in (EMBEDDING, HEAD)]
+        weights_bytes += _size_bytes(heads[0], item_size_bytes) if len(heads) == 1 else 0
     max_model_len = config.max_model_len or _number(raw, "max_position_embeddings", "n_positions", "max_seq_len") or 0
     logits_bytes = config.max_num_seqs * (_number(raw, "vocab_size") or 0) * 4
-    spec = _spec(raw, item_size_bytes or 2)
+    spec = _own_spec(own, item_size_bytes or 2) if own is not None else _spec(raw, tensors, item_size_bytes or 2)
 
     def kv_bytes(num_tokens: int) -> int:
         return _kv_bytes(spec, num_tokens, config) if spec is not None and num_tokens else 0
 
     def rotary_bytes(num_tokens: int) -> int:
-        return num_tokens * spec.head_dim * spec.item_size_bytes if spec is not None and is_own else 0
+        return num_tokens * sum(own.rotary_dims) * (item_size_bytes or 2) if own is not None else 0
 
     left = available_bytes - weights_bytes - logits_bytes
     lengths = range(min(max_model_len, _MAX_MODEL_LEN) + 1)
@@ -108,27 +152,29 @@ def estimate_memory(folder: Path, config: EngineConfig, available_bytes: int) ->
     )
 
 
-def refuse_what_cannot_fit(folder: Path, config: EngineConfig, available_bytes: int) -> MemoryEstimate:
-    """Return the estimate.
+def refuse_what_cannot_fit(
+    folder: Path, config: EngineConfig, available_bytes: int, own: OwnShape | None
+) -> MemoryEstimate:
+    """Return the estimate; see `estimate_memory`.
 
     Raises:
         ConfigError: The model cannot fit, with the numbers and what to do.
         CheckpointError: A file is missing or unreadable.
     """
-    estimate = estimate_memory(folder, config, available_bytes)
+    estimate = estimate_memory(folder, config, available_bytes, own)
     if estimate.peak_bytes <= available_bytes:
         return estimate
     if estimate.longest >= 2 and estimate.weights_bytes + estimate.loading_bytes <= available_bytes:
         remedy = f"lower --max-model-len to at most {estimate.longest}"
-    elif config.dtype == "float32" and _fits_as_bfloat16(folder, config, available_bytes):
+    elif config.dtype == "float32" and _fits_as_bfloat16(folder, config, available_bytes, own):
         remedy = "take --dtype bfloat16, which halves it, or a smaller model"
     else:
         remedy = "take a smaller model"
     raise ConfigError(f"{folder} needs {estimate}; {_mib(available_bytes)} are available: {remedy}, or free memory")
 
 
-def _fits_as_bfloat16(folder: Path, config: EngineConfig, available_bytes: int) -> bool:
-    halved = estimate_memory(folder, msgspec.structs.replace(config, dtype="bfloat16"), available_bytes)
+def _fits_as_bfloat16(folder: Path, config: EngineConfig, available_bytes: int, own: OwnShape | None) -> bool:
+    halved = estimate_memory(folder, msgspec.structs.replace(config, dtype="bfloat16"), available_bytes, own)
     return halved.peak_bytes <= available_bytes
 
 
@@ -137,12 +183,20 @@ def _size_bytes(tensor: StoredTensor, item_size_bytes: int) -> int:
     return tensor.size_bytes // stored * (item_size_bytes or stored) if stored else tensor.size_bytes
 
 
-def _second_head_bytes(tensors: list[StoredTensor], item_size_bytes: int) -> int:
-    """Return what the head takes where it is the embedding: that is then kept in two orders."""
-    by_name = {tensor.name: tensor for tensor in tensors}
-    if _HEAD in by_name or _EMBEDDING not in by_name:  # a stored head is counted, whether it is read or not
-        return 0
-    return _size_bytes(by_name[_EMBEDDING], item_size_bytes)
+def _read_tensors(tensors: list[StoredTensor], raw: dict[str, Any], own: OwnShape | None) -> list[StoredTensor]:
+    """Return those that take memory: some classes of transformers leave others unread without a word."""
+    tensors = [tensor for tensor in tensors if not MASKS.search(tensor.name)]
+    if own is not None:
+        return tensors
+    names = {tensor.name for tensor in tensors}
+    may_be_tied = EMBEDDING in names and raw.get("tie_word_embeddings") is not False
+    num_layers = _number(raw, "num_hidden_layers") or 0
+    return [
+        tensor
+        for tensor in tensors
+        if not (tensor.name == HEAD and may_be_tied)
+        and not any(num_layers and int(index) >= num_layers for _, index in _LAYER.findall(tensor.name))
+    ]
 
 
 def _kv_bytes(spec: KVCacheSpec, num_tokens: int, config: EngineConfig) -> int:
@@ -151,18 +205,34 @@ def _kv_bytes(spec: KVCacheSpec, num_tokens: int, config: EngineConfig) -> int:
     return num_blocks * spec.block_size_bytes(groups, config.block_size)
 
 
-def _spec(raw: dict[str, Any], item_size_bytes: int) -> KVCacheSpec | None:
-    """Return the K/V of a token, under whichever names a config.json gives its numbers; None where it gives none."""
+def _own_spec(own: OwnShape, item_size_bytes: int) -> KVCacheSpec:
+    return KVCacheSpec(
+        num_layers=own.num_layers,
+        num_kv_heads=own.num_kv_heads,
+        head_dim=own.head_dim,
+        item_size_bytes=item_size_bytes,
+        windows=own.windows,
+    )
+
+
+def _spec(raw: dict[str, Any], tensors: list[StoredTensor], item_size_bytes: int) -> KVCacheSpec | None:
+    """Return the K/V of a token, under whichever names a config.json gives its numbers; None where it gives none.
+
+    A class may assume fewer K/V heads than heads, or smaller ones, where config.json is silent: the weights tell, if
+    those of the keys are stored by themselves; else one head is what there is at least.
+    """
     num_layers = _number(raw, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     num_heads = _number(raw, "num_attention_heads", "n_head", "n_heads", "num_heads")
     hidden_size = _number(raw, "hidden_size", "n_embd", "d_model")
     if not (num_layers and num_heads and hidden_size):
         return None
-    one = 1 if raw.get("multi_query") else None
+    widths = [tensor.shape[0] for tensor in tensors if _KEYS.search(tensor.name) and len(tensor.shape) > 1]
+    named = 1 if raw.get("multi_query") else _number(raw, "num_key_value_heads", "num_kv_heads")
+    one_head = _number(raw, "head_dim") or hidden_size // num_heads
     return KVCacheSpec(
         num_layers=num_layers,
-        num_kv_heads=_number(raw, "num_key_value_heads", "num_kv_heads") or one or num_heads,
-        head_dim=_number(raw, "head_dim") or hidden_size // num_heads,
+        num_kv_heads=1 if widths else named or 1,
+        head_dim=min(widths, default=one_head),
         item_size_bytes=item_size_bytes,
         windows=_windows(raw, num_layers),
     )

@@ -16,18 +16,25 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError, ModelError, UnsupportedModel
 from engine.models.base import Model
-from engine.models.checkpoint import read_config, stored_tensors
+from engine.models.checkpoint import EMBEDDING, HEAD, read_config, stored_tensors
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families import DECODERS
-from engine.models.weights import EMBEDDING, HEAD, check_headers, load_weights, resolve_dtype, stores_other_head
+from engine.models.weights import check_headers, load_weights, resolve_dtype, stores_other_head
 
 logger = logging.getLogger(__name__)
 
 
 class Verdict(NamedTuple):
-    """What would run a model, in words, and its longest context; None where config.json names none."""
+    """What would run a model.
 
+    Attributes:
+        architecture: The one of those that config.json names which is taken.
+        implementation: Of it, in words.
+        max_positions: The longest context; None where config.json names none.
+    """
+
+    architecture: str
     implementation: str
     max_positions: int | None
 
@@ -57,11 +64,12 @@ def choose(raw: dict[str, Any], folder: Path | None, progress: Callable[[int, in
                 transformers_loading.check(folder, settings)
                 transformers_loading.check_tensors(folder, settings)
             implementation = transformers_loading.foretell(settings, progress)
-            return Verdict(implementation, transformers_loading.max_positions(settings))
+            architecture = transformers_loading.architecture_of(settings)
+            return Verdict(architecture, implementation, transformers_loading.max_positions(settings))
     if folder is not None:
         resolve_dtype("auto", raw, folder)
         _check_files(folder, shape)
-    return Verdict("the own decoder", shape.max_positions)
+    return Verdict(own_architecture(raw), "the own decoder", shape.max_positions)
 
 
 def _check_files(folder: Path, shape: DecoderConfig) -> None:
@@ -97,13 +105,44 @@ def decoder_config(raw: dict[str, Any]) -> DecoderConfig:
         UnsupportedModel: The architecture is not one of `DECODERS`, or asks for what is not built.
         CheckpointError: A number in it is missing or makes no sense.
     """
-    architectures = raw.get("architectures") or []
-    for architecture in architectures:
-        if architecture in DECODERS:
-            return DecoderConfig.of(raw, DECODERS[architecture])
+    return DecoderConfig.of(raw, DECODERS[own_architecture(raw)])
+
+
+def own_architecture(raw: dict[str, Any]) -> str:
+    """Return which of the architectures that a config.json names our own decoder has.
+
+    What is left out of a config.json is a matter of its model_type, and several have one architecture with defaults of
+    their own: transformers goes by the model_type alone.
+
+    Raises:
+        UnsupportedModel: It has none of them, or not with this model_type.
+    """
+    architectures, model_type = raw.get("architectures") or [], raw.get("model_type")
+    known = [architecture for architecture in architectures if architecture in DECODERS]
+    for architecture in known:
+        if model_type in (None, DECODERS[architecture].model_type):
+            return str(architecture)
+    if known:
+        raise UnsupportedModel(
+            f"config.json names {known[0]} with model_type {model_type!r}, whose defaults are others than those that "
+            f"our own decoder has for it: {DECODERS[known[0]].model_type!r}"
+        )
     named = ", ".join(map(str, architectures)) or "no architecture at all"
     code = "; it asks for code of its own (auto_map), which is never executed" if raw.get("auto_map") else ""
     raise UnsupportedModel(f"config.json names {named}; our own decoder runs {', '.join(sorted(DECODERS))}{code}")
+
+
+def own_shape(folder: Path, config: EngineConfig) -> DecoderConfig | None:
+    """Return the shape of our own decoder where `build_model` will take it for `folder`, else None.
+
+    Raises:
+        CheckpointError: config.json is missing or no JSON object.
+    """
+    raw = read_config(folder)
+    try:
+        return None if config.model_impl == "transformers" else decoder_config(raw)
+    except ModelError:
+        return None
 
 
 class BuiltModel(NamedTuple):

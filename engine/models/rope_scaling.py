@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -177,26 +177,26 @@ class LongRopeScaling:
         return 1.0 / (factors * periods)
 
 
-def read_scaling(parameters: dict[str, Any], config: dict[str, Any], dim: int) -> RopeScaling:
+def read_scaling(parameters: dict[str, Any], config: dict[str, Any], dim: int, names: Mapping[str, str]) -> RopeScaling:
     """Read the scaling from a config.json's rope parameters.
 
     Args:
         parameters: What `rope_parameters` or `rope_scaling` holds.
         config: All of config.json.
         dim: Dimensions of a head that are rotated.
+        names: The kinds of scaling that the family knows, and which of those here each is; if empty, all.
 
     Raises:
         UnsupportedModel: The kind of scaling is not built here.
         CheckpointError: A number that the scaling needs is missing or makes no sense.
     """
     kind = parameters.get("rope_type", parameters.get("type", "default"))
-    if kind == "su" or (kind == "yarn" and "long_factor" in parameters):
-        kind = "longrope"  # its names in early phi3 checkpoints
     if not isinstance(kind, str):
         raise CheckpointError(f"config.json: rope_type must be a name, got {kind!r}")
-    if kind not in _READERS:
-        raise UnsupportedModel(f"rope scaling {kind!r} is not supported; only {', '.join(_READERS)} are")
-    return _READERS[kind](parameters, config, dim)
+    names = names or dict(zip(_READERS, _READERS, strict=True))
+    if kind not in names:
+        raise UnsupportedModel(f"rope scaling {kind!r} is not supported; only {', '.join(names)} are")
+    return _READERS[names[kind]](parameters, config, dim)
 
 
 def number(values: dict[str, Any], key: str, default: float | None = None) -> float:

@@ -6,6 +6,7 @@ follows them in a head stays. The frequencies are those of transformers, to the 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +33,9 @@ class RopeConfig:
     scaling: RopeScaling = UNSCALED
 
     @classmethod
-    def of(cls, config: dict[str, Any], head_dim: int, parameters: Any = None) -> RopeConfig:
+    def of(
+        cls, config: dict[str, Any], head_dim: int, parameters: Any = None, names: Mapping[str, str] | None = None
+    ) -> RopeConfig:
         """Read `rope_parameters`, or the older `rope_theta` and `rope_scaling`, of a config.json.
 
         Where both are given, `rope_scaling` counts and nothing of `rope_parameters` does, as in transformers.
@@ -41,6 +44,7 @@ class RopeConfig:
             config: All of it; a `rope_theta` and `partial_rotary_factor` there count where `parameters` has none.
             head_dim: Dimensions of a head.
             parameters: To be read instead of the config's own `rope_parameters`.
+            names: The kinds of scaling that the family knows, and which of those here each is; None for all.
 
         Raises:
             UnsupportedModel: A scaling, or a part of it, that is not built here, with its value.
@@ -51,7 +55,7 @@ class RopeConfig:
         if not isinstance(parameters, dict):
             raise CheckpointError(f"config.json: rope_parameters must be an object, got {parameters!r}")
         for key, value in parameters.items():
-            if isinstance(value, dict) or key == "mrope_section":
+            if isinstance(value, dict) or key in ("mrope_section", "full_attention", "sliding_attention"):
                 raise UnsupportedModel(f"rope parameters with {key} {value!r} are not supported by this architecture")
         numbers = {"rope_theta": config.get("rope_theta", DEFAULT_THETA)} | parameters
         share = number(parameters, "partial_rotary_factor", config.get("partial_rotary_factor") or 1.0)
@@ -63,7 +67,7 @@ class RopeConfig:
         theta = number(numbers, "rope_theta")
         if theta <= 1:  # its powers must grow, its logarithm divides
             raise CheckpointError(f"config.json: rope_theta must be above 1, got {theta:g}")
-        return cls(dim, theta, read_scaling(parameters, config, dim))
+        return cls(dim, theta, read_scaling(parameters, config, dim, names or {}))
 
 
 def inverse_frequencies(config: RopeConfig, max_model_len: int) -> torch.Tensor:

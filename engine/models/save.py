@@ -10,8 +10,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from engine.models.checkpoint import INDEX_FILE, read_config, stored_tensors, weight_files
-from engine.models.weights import DTYPES, NEVER_READ, tensors_of
+from engine.models.checkpoint import INDEX_FILE, NEVER_READ, read_config, stored_tensors, weight_files
+from engine.models.weights import DTYPES, tensors_of
 
 _WEIGHT_SUFFIXES = frozenset({".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack"})
 

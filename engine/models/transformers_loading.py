@@ -11,7 +11,6 @@ import copy
 import logging
 import math
 import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,23 +21,21 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from engine.errors import CheckpointError, UnsupportedModel
-from engine.models.checkpoint import MAX_LAYERS, stored_tensors, weight_files
+from engine.models.checkpoint import MASKS, MAX_LAYERS, NEVER_READ, stored_tensors, weight_files
 from engine.models.guard import inspect, strange_layer_types
 from engine.models.likeness import NoLikeness, judge, silence
 from engine.models.transformers_backend import ATTENTION_NAME, Body, TransformersModel
-from engine.models.weights import NEVER_READ, name_faults, refuse_stored_type
+from engine.models.weights import name_faults, refuse_stored_type
 
 logger = logging.getLogger(__name__)
 transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
 os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # its loading threads are waited for by nobody
 
-ARCHITECTURES = frozenset(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-"""The causal language models that this transformers has."""
-_POSITIVE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
+_ARCHITECTURES = frozenset(name.casefold() for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+"""The causal language models that this transformers has; checkpoints spell PhiMoE and MPT otherwise than it does."""
+_POSITIVE = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings")
 _MAX_UNSTORED = 2
 """The most numbers that a model has for each that is stored: some compute tables, which are parameters to them."""
-_MASKS = re.compile(rf"{NEVER_READ.pattern}|(^|\.)position_ids$|(^|\.)(attn|attention)\.(masked_)?bias$")
-"""Names of tables that old checkpoints have beside the weights, as numbers of any kind."""
 _UNNAMED_POSITIONS = 128
 """Of a model that names no longest context: any number is as good."""
 
@@ -51,7 +48,8 @@ def open_config(folder: Path, raw: dict[str, Any]) -> PretrainedConfig:
         CheckpointError: transformers does not accept the numbers in it.
     """
     named = raw.get("architectures") or []
-    if not ARCHITECTURES.intersection(map(str, named)):
+    spelled_alike = {str(name).casefold() for name in named}
+    if not _ARCHITECTURES & spelled_alike:
         remote = " (its code is in the folder, and code from a model folder is never run)" if "auto_map" in raw else ""
         if not named:
             raise UnsupportedModel(
@@ -66,7 +64,7 @@ def open_config(folder: Path, raw: dict[str, Any]) -> PretrainedConfig:
         config: PretrainedConfig = transformers.AutoConfig.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-        runs = _name_of(config)
+        runs = architecture_of(config)
     except Exception as error:
         raise CheckpointError(f"config.json is not accepted by transformers: {_said(error)}") from error
     text = config.get_text_config(decoder=True)
@@ -74,9 +72,16 @@ def open_config(folder: Path, raw: dict[str, Any]) -> PretrainedConfig:
         size = vars(text).get(text.attribute_map.get(name, name))
         if isinstance(size, int) and size < 1:
             raise CheckpointError(f"config.json: {name} must be above 0, got {size}")
-    if runs not in named:
+    meant = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(raw["model_type"], runs)  # a mistral with layer_types is a ministral
+    if not {runs.casefold(), meant.casefold()} & spelled_alike:
         raise UnsupportedModel(f"config.json names {named}, but its model_type is one of {runs}")
     return config
+
+
+def architecture_of(config: PretrainedConfig) -> str:
+    """Return the class of transformers that runs `config`."""
+    model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    return str(model_class.__name__)
 
 
 def max_positions(config: PretrainedConfig) -> int | None:
@@ -106,7 +111,7 @@ def refuse_strange_layers(config: PretrainedConfig) -> None:
     kinds = strange_layer_types(config.get_text_config(decoder=True))
     if kinds:
         raise UnsupportedModel(
-            f"{_name_of(config)} does not run rightly through transformers {transformers.__version__}: "
+            f"{architecture_of(config)} does not run rightly through transformers {transformers.__version__}: "
             f"check 'layer types' failed: {', '.join(kinds)} is neither full nor sliding attention"
         )
 
@@ -123,7 +128,7 @@ def check(folder: Path, config: PretrainedConfig) -> None:
     refuse_strange_layers(config)
     num_stored = num_tensors = 0
     for tensor in stored_tensors(folder):
-        if not _MASKS.search(tensor.name):
+        if not MASKS.search(tensor.name):
             refuse_stored_type(folder, tensor)
         num_stored += math.prod(tensor.shape)
         num_tensors += 1
@@ -205,7 +210,7 @@ def _load_module(
         if ATTENTION_NAME not in str(error):
             raise CheckpointError(f"{folder} cannot be loaded by transformers: {_said(error)}") from error
         raise UnsupportedModel(
-            f"{_name_of(config)} does not run rightly through transformers {transformers.__version__}: "
+            f"{architecture_of(config)} does not run rightly through transformers {transformers.__version__}: "
             f"check 'call a layer' failed: it knows no attention function but its own"
         ) from error
     except Exception as error:
@@ -217,11 +222,6 @@ def _load_module(
         misshapen=[f"{key} is {list(found)}, must be {list(asked)}" for key, found, asked in report["mismatched_keys"]],
     )
     return module.eval()  # type: ignore[no-any-return]
-
-
-def _name_of(config: PretrainedConfig) -> str:
-    model_class: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    return str(model_class.__name__)
 
 
 def _said(error: Exception) -> str:

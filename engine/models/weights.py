@@ -6,7 +6,6 @@ twice but the tensor being copied.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,18 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from engine.errors import CheckpointError, UnsupportedModel
-from engine.models.checkpoint import STORED_DTYPES, StoredTensor, first_few, stored_tensors, weight_files
+from engine.models.checkpoint import (
+    EMBEDDING,
+    HEAD,
+    NEVER_READ,
+    STORED_DTYPES,
+    StoredTensor,
+    first_few,
+    stored_tensors,
+    weight_files,
+)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-NEVER_READ = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-"""Names of tensors that old checkpoints have and no model needs."""
-EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 def resolve_dtype(asked: str, config: dict[str, Any], folder: Path) -> torch.dtype:
@@ -34,7 +39,7 @@ def resolve_dtype(asked: str, config: dict[str, Any], folder: Path) -> torch.dty
         return DTYPES[asked]
     name = config.get("dtype") or config.get("torch_dtype") or _first_stored_dtype(folder)
     if name not in DTYPES:
-        raise UnsupportedModel(f"{folder} has weights of type {name!r}: ask for --dtype {', '.join(DTYPES)}")
+        raise UnsupportedModel(f"{folder} has weights of type {name!r}: give --dtype {' or '.join(DTYPES)}")
     return DTYPES[name]
 
 

@@ -74,7 +74,7 @@ class Admission:
         """Return the next candidate, or None where nobody else may start in this step."""
         if len(self._running) >= self._config.max_num_seqs:
             return None
-        if any(request.num_overtaken >= self._config.max_overtakes for request in self._passed):
+        if self._passed and max(request.num_overtaken for request in self._passed) >= self._config.max_overtakes:
             return None
         request = self.waiting.peek()
         if self._made_way_for not in (None, request):

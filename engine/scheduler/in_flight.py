@@ -36,7 +36,7 @@ class PlansInFlight:
 
     def wanted(self) -> Iterator[PlannedRow]:
         """Yield every row in flight whose result is still wanted when its turn comes, oldest plan first."""
-        return (row for row in self.rows() if row[2] == row[0].generation)
+        return (row for _, rows in self._plans for row in rows if row[2] == row[0].generation)
 
     def push(self, plan: SchedulerOutput, rows: list[PlannedRow]) -> None:
         """Take in the newest plan."""

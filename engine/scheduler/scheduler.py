@@ -26,10 +26,11 @@ from engine.kv_cache.block_tables import BlockTables
 from engine.kv_cache.manager import KVCacheManager
 from engine.outputs import BlockId, Capacity, ModelRunnerOutput, RequestId, ScheduledRequest, SchedulerOutput
 from engine.protocol import EngineCoreEvent, PauseMode
-from engine.request import PREEMPTED, RUNNING, Request, RequestStatus, append_sampled
+from engine.request import PREEMPTED, RUNNING, Request, RequestStatus
 from engine.scheduler.admission import MAX_YIELDS, Admission, is_protected
 from engine.scheduler.in_flight import PlannedRow, PlansInFlight
 from engine.scheduler.policy import POLICIES
+from engine.stop_check import append_sampled
 
 RowResult = tuple[Request, list[int], RequestStatus | None, Cause | None]
 """What a step did to one request: the tokens it got, the status it must move to if it ended, and why if it failed."""
@@ -71,13 +72,13 @@ class Scheduler:
         if len(self.in_flight) >= self._capacity.max_concurrent_plans:
             return None
         step = _Step(self.in_flight.last_step + 1, self._config.max_num_batched_tokens, now)
-        if self.pause is None:
+        if self.pause is None and self.waiting:
             first = self.waiting.peek()
             for victim in self.admission.displaced():
                 self._yield_place(victim, now, first)
-        if self.pause is not PauseMode.KEEP:
+        if self.running and self.pause is not PauseMode.KEEP:
             self._schedule_running(step)
-        if self.pause is None and not step.has_preempted:
+        if self.pause is None and self.waiting and not step.has_preempted:
             self._admit_waiting(step)
         if not step.rows and not finished_request_ids:
             return None
@@ -334,23 +335,22 @@ class Scheduler:
         running, waiting, max_overtakes = self.running, self.waiting.unordered(), self._config.max_overtakes
         assert len(running) + len(waiting) == len(live), "a request is queued twice, or not at all"
         assert live == {*running, *waiting}, "queues and live requests differ"
-        ranks = [_rank(request) for request in running]
+        ranks = [*map(_rank, running)]
         assert ranks == sorted(ranks), f"running is out of order: {running}"
         assert len(running) <= self._config.max_num_seqs, f"{len(running)} requests run"
         assert len(self.in_flight) <= self._capacity.max_concurrent_plans
-        past = self._kv_cache.awaited_steps - self.in_flight.steps
+        past = [step for step in self._kv_cache.awaited_steps if step not in self.in_flight.steps]
         assert not past, f"steps {past} have ended, and what they published or held is still theirs"
         for request in running:
             assert request.status is RUNNING, f"{request} is in the running list"
         for request in waiting:
             assert request.status is not RUNNING, f"{request} waits"
             assert request.num_computed_tokens == 0, f"{request} waits and has computed tokens"
-        num_sampling: dict[Request, int] = {}
+        num_sampling = dict.fromkeys(live, 0)
         for request, row, _ in self.in_flight.wanted():
             assert request in live, f"{request} has ended and yet its row is wanted"
-            num_sampling[request] = num_sampling.get(request, 0) + row.samples
-        for request in live:
-            num_placeholders = num_sampling.get(request, 0)
+            num_sampling[request] += row.samples
+        for request, num_placeholders in num_sampling.items():
             num_total = request.num_tokens + num_placeholders
             assert request.num_placeholders == num_placeholders, f"{request}: placeholders are not in flight"
             assert request.num_processed_tokens <= request.num_computed_tokens <= num_total, f"{request}: counts"

@@ -18,6 +18,7 @@ from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError, ModelError, UnsupportedModel
 from engine.models import DEFAULT, transformers_loading
 from engine.models.check import check
+from engine.models.likeness import draw
 from engine.models.registry import build_model
 
 Tensors = dict[str, torch.Tensor]
@@ -102,6 +103,42 @@ def test_sizes_that_the_files_do_not_hold_are_refused_before_anything_is_allocat
     refused(folder, CheckpointError, words)
 
 
+def test_the_architecture_that_is_taken_is_the_one_that_is_named(folder: Path, tmp_path: Path) -> None:
+    configure(folder, architectures=["NovelForCausalLM", "LlamaForCausalLM"])
+    assert "LlamaForCausalLM, the own decoder runs it" in check(str(folder), quiet)
+    describe(tmp_path, "gpt2", n_layer=2)
+    configure(tmp_path, architectures=["NovelForCausalLM", "GPT2LMHeadModel"])
+    assert "GPT2LMHeadModel, transformers' model, which passes" in check(str(tmp_path), quiet)
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "weights not downloaded"),
+        ({"b"}, "weights downloaded in part, without a.safetensors, c.safetensors"),
+        ({"a", "b", "c"}, r"0 MB in 3 files"),
+    ],
+)
+def test_of_a_model_of_the_hub_it_is_said_how_much_is_downloaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, files: set[str], said: str
+) -> None:
+    repository, commit = tmp_path / "hub" / "models--org--part", "c" * 40
+    snapshot = repository / "snapshots" / commit
+    shutil.copytree(folder, snapshot)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    tensors = load_file(snapshot / "model.safetensors")
+    (snapshot / "model.safetensors").unlink()
+    shards = {name: "abc"[number % 3] for number, name in enumerate(tensors)}
+    index = {"weight_map": {name: f"{shard}.safetensors" for name, shard in shards.items()}}
+    (snapshot / "model.safetensors.index.json").write_text(json.dumps(index))
+    for file in files:
+        held = {name: tensor for name, tensor in tensors.items() if shards[name] == file}
+        save_file(held, snapshot / f"{file}.safetensors")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert re.search(f"LlamaForCausalLM, the own decoder runs it; .*, {said}, vocabulary 1", check("org/part", quiet))
+
+
 def test_a_quantized_checkpoint_is_refused(folder: Path) -> None:
     configure(folder, quantization_config={"quant_method": "gptq"})
     refused(folder, UnsupportedModel, "quantized checkpoints are not supported")
@@ -139,7 +176,7 @@ REFUSED = {
     "rwkv": ({"num_hidden_layers": 4}, "call a layer"),
     "falcon": ({"alibi": True}, "call a layer"),
     "mpt": ({"n_layers": 4}, "call a layer"),
-    "laguna": ({"per_layer_config": {"1": {"sliding_window": 3}}}, "windows"),
+    "laguna": ({"num_hidden_layers": 4, "per_layer_config": {"1": {"sliding_window": 3}}}, "windows"),
     "roberta": ({"is_decoder": True}, "eager"),
     "doge": ({"num_hidden_layers": 4, "num_experts": 64}, "eager"),
 }
@@ -173,6 +210,13 @@ def test_what_runs_through_transformers_is_known_from_its_configuration_alone(tm
     assert "transformers' model, which passes the guard, runs it; context " in said
     assert said.endswith("no *.safetensors file here")
     assert calls == [("guard", 0, 2), ("guard", 1, 2), ("guard", 2, 2)]
+
+
+def test_what_magnifies_rounding_where_it_has_many_layers_is_known_too(tmp_path: Path) -> None:
+    heads = {"hidden_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    config = describe(tmp_path, "gemma3n_text", intermediate_size=64, hidden_size_per_layer_input=16, **heads)
+    assert (draw(config).dtype, config.num_hidden_layers, config.num_kv_shared_layers) == (torch.float64, 35, 15)
+    assert "transformers' model, which passes the guard, runs it" in check(str(tmp_path), quiet)
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -176,6 +177,53 @@ def test_windows_longer_than_any_probe_are_found_wrong_on_a_short_prompt(draw_mo
     with pytest.raises(UnsupportedModel, match="check 'eager' failed"):
         inspected(model)
     assert model.config.sliding_window == 100
+
+
+def test_a_window_that_no_position_reaches_beyond_may_be_one_that_attention_is_not_told(draw_model: Any) -> None:
+    assert inspected(draw_model("phimoe", sliding_window=100), max_positions=100).max_positions == 100
+    with pytest.raises(UnsupportedModel, match="check 'eager' failed"):
+        inspected(draw_model("phimoe", sliding_window=100), max_positions=101)
+
+
+def test_caps_of_the_scores_that_attention_is_told_are_right(draw_model: Any) -> None:
+    inspected(draw_model("gemma2", attn_logit_softcapping=0.5))
+
+
+def test_caps_of_the_scores_that_attention_is_not_told_are_found(
+    draw_model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = draw_model("gemma2", attn_logit_softcapping=0.5)
+    model.model.layers[2].self_attn.attn_logit_softcapping = None
+    run_eager = guard._eager
+
+    @contextlib.contextmanager
+    def capped(body: Body) -> Iterator[None]:
+        with run_eager(body):
+            model.model.layers[2].self_attn.attn_logit_softcapping = 0.5
+            yield
+            model.model.layers[2].self_attn.attn_logit_softcapping = None
+
+    monkeypatch.setattr(guard, "_eager", capped)
+    with pytest.raises(UnsupportedModel, match="check 'eager' failed"):
+        inspected(model)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_weights_that_are_no_numbers_are_named(draw_model: Any, number: float) -> None:
+    model = draw_model("gpt2")
+    with torch.no_grad():
+        model.transformer.h[1].mlp.c_fc.weight[3, 5] = number
+    words = r"check 'eager' failed: its logits are not finite: transformer\.h\.1\.mlp\.c_fc\.weight holds NaN or inf"
+    with pytest.raises(UnsupportedModel, match=words):
+        inspected(model)
+
+
+def test_logits_beyond_the_type_of_finite_weights_are_said_to_be(draw_model: Any) -> None:
+    model = draw_model("gpt2").to(torch.float16)
+    with torch.no_grad():
+        model.transformer.ln_f.weight.fill_(60000)
+    with pytest.raises(UnsupportedModel, match="not finite: its weights are, so it exceeds float16; another --dtype"):
+        inspected(model)
 
 
 def test_a_window_that_config_json_does_not_have_is_refused(draw_model: Any) -> None:

@@ -8,8 +8,9 @@ import pytest
 import torch
 import transformers
 
+from engine.errors import UnsupportedModel
 from engine.models import likeness
-from engine.models.likeness import MAX_NUMBERS, NoLikeness, draw
+from engine.models.likeness import MAX_NUMBERS, NoLikeness, draw, judge
 
 torch.set_num_threads(1)
 
@@ -67,7 +68,36 @@ def test_what_cannot_be_made_is_no_likeness() -> None:
         draw(transformers.GPT2Config(n_layer=1, activation_function="no such function"))
 
 
-def test_a_likeness_that_magnifies_rounding_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+GRANITE = transformers.GraniteConfig(num_hidden_layers=16, num_attention_heads=2, hidden_size=64)
+
+
+def test_a_likeness_that_magnifies_rounding_is_drawn_in_float64_and_judged_as_others_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert draw(GRANITE).dtype == torch.float32
     monkeypatch.setattr(likeness, "_MATRIX_SPREAD", 1.5)
+    assert draw(GRANITE).dtype == torch.float64
+    judge(GRANITE, 64, quiet)
+    verdicts = iter([False, True])
+    monkeypatch.setattr(likeness, "are_equal", lambda *_: next(verdicts))
+    wrong = transformers.PhimoeConfig(num_hidden_layers=2, sliding_window=9, max_position_embeddings=64)
+    with pytest.raises(UnsupportedModel, match="check 'eager' failed"):
+        judge(wrong, 64, quiet)
+
+
+@pytest.mark.parametrize("softmax", [torch.softmax, torch.nn.functional.softmax])
+def test_what_is_judged_in_float64_is_so_within_softmax_too(softmax: Any) -> None:
+    scores = torch.randn(3, 5, dtype=torch.float64)
+    with likeness._WideSoftmax():
+        found = softmax(scores, dim=-1, dtype=torch.float32)
+    assert torch.equal(found, scores.softmax(-1))
+
+
+def test_a_likeness_that_magnifies_rounding_in_float64_too_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(likeness, "are_equal", lambda *_: False)
     with pytest.raises(NoLikeness, match="magnifies what rounding does"):
-        draw(transformers.GraniteConfig(num_hidden_layers=24))
+        draw(GRANITE)
+
+
+def quiet(done: int, total: int) -> None:
+    """Tell nobody."""

@@ -12,13 +12,17 @@ from safetensors.torch import save_file
 
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError
-from engine.models.memory_estimate import estimate_memory, refuse_what_cannot_fit
+from engine.models.decoder import Decoder
+from engine.models.memory_estimate import MemoryEstimate, estimate_memory
+from engine.models.memory_estimate import refuse_what_cannot_fit as refuse
+from engine.models.registry import build_model, own_shape
 
 MIB = 2**20
 LLAMA: dict[str, Any] = {
     "vocab_size": 1000,
     "architectures": ["LlamaForCausalLM"],
     "hidden_size": 64,
+    "intermediate_size": 8,
     "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
@@ -26,6 +30,7 @@ LLAMA: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 CONFIG = EngineConfig(max_num_seqs=8, max_num_batched_tokens=16)
+THROUGH_TRANSFORMERS = EngineConfig(max_num_seqs=8, max_num_batched_tokens=16, model_impl="transformers")
 TOKEN_SIZE_BYTES = 2 * 4 * 2 * 8 * 2
 """Keys and values, layers, K/V heads, head size, bytes a number."""
 LOGITS_SIZE_BYTES = 8 * 1000 * 4
@@ -38,33 +43,41 @@ def write(folder: Path, changes: dict[str, Any] | None = None, dtype: torch.dtyp
     return folder
 
 
+def estimate(folder: Path, config: EngineConfig = CONFIG) -> MemoryEstimate:
+    return estimate_memory(folder, config, 2**30, own_shape(folder, config))
+
+
+def refuse_what_cannot_fit(folder: Path, config: EngineConfig, available_bytes: int) -> MemoryEstimate:
+    return refuse(folder, config, available_bytes, own_shape(folder, config))
+
+
 def test_the_numbers_are_those_of_the_files(tmp_path: Path) -> None:
-    estimate = estimate_memory(write(tmp_path), CONFIG, 2**30)
-    assert estimate.weights_bytes == (64000 + 15) * 2
-    assert estimate.loading_bytes == 0
-    assert estimate.kv_bytes == 4096 * TOKEN_SIZE_BYTES
-    assert estimate.logits_bytes == LOGITS_SIZE_BYTES
-    assert (estimate.max_model_len, estimate.longest) == (4096, 4096)
-    assert estimate.rotary_bytes == 4096 * 8 * 2
-    later = estimate.kv_bytes + estimate.rotary_bytes + estimate.logits_bytes
-    assert estimate.peak_bytes == estimate.weights_bytes + later
+    found = estimate(write(tmp_path))
+    assert found.weights_bytes == (64000 + 15) * 2
+    assert found.loading_bytes == 0
+    assert found.kv_bytes == 4096 * TOKEN_SIZE_BYTES
+    assert found.logits_bytes == LOGITS_SIZE_BYTES
+    assert (found.max_model_len, found.longest) == (4096, 4096)
+    assert found.rotary_bytes == 4096 * 8 * 2
+    later = found.kv_bytes + found.rotary_bytes + found.logits_bytes
+    assert found.peak_bytes == found.weights_bytes + later
 
 
 def test_a_model_of_transformers_keeps_no_table_of_positions_and_a_tied_head_once(tmp_path: Path) -> None:
-    folder = write(tmp_path, {"architectures": ["Cohere2ForCausalLM"], "tie_word_embeddings": True})
+    folder = write(tmp_path, {"tie_word_embeddings": True})
     tied = {"model.embed_tokens.weight": torch.zeros(1000, 64, dtype=torch.bfloat16)}
     save_file(tied, folder / "model.safetensors")
-    theirs = estimate_memory(folder, CONFIG, 2**30)
+    ours, theirs = estimate(folder), estimate(folder, THROUGH_TRANSFORMERS)
     assert (theirs.weights_bytes, theirs.rotary_bytes) == (2 * 64000, 0)
-    (folder / "config.json").write_text(json.dumps(LLAMA))
-    ours = estimate_memory(folder, CONFIG, 2**30)
     assert (ours.weights_bytes, ours.rotary_bytes) == (4 * 64000, 4096 * 8 * 2)
-    assert estimate_memory(folder, EngineConfig(model_impl="transformers"), 2**30).rotary_bytes == 0
+    write(tmp_path, {"tie_word_embeddings": True, "partial_rotary_factor": 0.5})
+    save_file(tied, folder / "model.safetensors")
+    assert estimate(folder) == theirs, "our own decoder does not take it"
 
 
 def test_weights_take_what_the_asked_type_takes(tmp_path: Path) -> None:
     folder = write(tmp_path)
-    wide = estimate_memory(folder, EngineConfig(dtype="float32", max_model_len=2), 2**30)
+    wide = estimate(folder, EngineConfig(dtype="float32", max_model_len=2))
     assert wide.weights_bytes == (64000 + 15) * 4
     assert wide.loading_bytes == 64000 * 2
     assert wide.kv_bytes == 16 * TOKEN_SIZE_BYTES * 2
@@ -80,22 +93,21 @@ def test_weights_take_what_the_asked_type_takes(tmp_path: Path) -> None:
             2 * 4096 + 2 * 64,
         ),
         ({"head_dim": 16}, 2 * 4 * 4096),
-        ({"num_key_value_heads": None}, 4 * 4 * 4096),
-        ({"num_key_value_heads": None, "multi_query": True}, 4 * 2048),
+        ({"num_key_value_heads": None}, 4 * 2048),
         ({"num_hidden_layers": None}, 0),
         ({"num_hidden_layers": None, "n_layer": 2}, 2 * 4096),
     ],
 )
 def test_kv_follows_heads_layers_and_windows(tmp_path: Path, changes: dict[str, Any], num_tokens: int) -> None:
     """`num_tokens` are the tokens kept, summed over the layers; a window of 33 and 16 tokens in flight take 64."""
-    estimate = estimate_memory(write(tmp_path, changes), CONFIG, 2**30)
-    assert estimate.kv_bytes == num_tokens * TOKEN_SIZE_BYTES // 4
+    found = estimate(write(tmp_path, changes), THROUGH_TRANSFORMERS)
+    assert found.kv_bytes == num_tokens * TOKEN_SIZE_BYTES // 4
 
 
 def test_the_text_part_of_a_nested_config_counts(tmp_path: Path) -> None:
     folder = write(tmp_path)
     (folder / "config.json").write_text(json.dumps({"model_type": "pictures", "text_config": LLAMA}))
-    assert estimate_memory(folder, CONFIG, 2**30).kv_bytes == 4096 * TOKEN_SIZE_BYTES
+    assert estimate(folder).kv_bytes == 4096 * TOKEN_SIZE_BYTES
 
 
 def test_a_context_that_cannot_fit_is_refused_with_the_numbers_and_the_longest_that_fits(tmp_path: Path) -> None:
@@ -131,23 +143,58 @@ def test_weights_that_cannot_fit_are_refused_with_a_remedy_that_helps(
 
 
 def test_a_context_of_windows_alone_is_bounded_by_its_rotary_table_and_by_what_can_be_asked_for(tmp_path: Path) -> None:
-    folder = write(tmp_path, {"sliding_window": 5, "max_position_embeddings": 10**9})
+    changes = {"architectures": ["MistralForCausalLM"], "sliding_window": 5, "max_position_embeddings": 10**9}
+    folder = write(tmp_path, changes)
     with pytest.raises(ConfigError, match=f"lower --max-model-len to at most {2**24}, or"):
         refuse_what_cannot_fit(folder, CONFIG, 2**30)
-    assert estimate_memory(folder, CONFIG, 2**30).rotary_bytes == 10**9 * 16
+    assert estimate(folder).rotary_bytes == 10**9 * 16
 
 
-@pytest.mark.parametrize("names", [["model.embed_tokens.weight"], ["model.embed_tokens.weight", "lm_head.weight"]])
+@pytest.mark.parametrize(
+    "names", [["model.embed_tokens.weight"], ["lm_head.weight"], ["model.embed_tokens.weight", "lm_head.weight"]]
+)
 def test_an_embedding_that_is_the_head_too_counts_twice(tmp_path: Path, names: list[str]) -> None:
-    folder = write(tmp_path)
+    folder = write(tmp_path, {"tie_word_embeddings": True})
     save_file({name: torch.zeros(1000, 64) for name in names}, folder / "model.safetensors")
-    assert estimate_memory(folder, CONFIG, 2**30).weights_bytes == 2 * 1000 * 64 * 2
+    assert estimate(folder).weights_bytes == 2 * 1000 * 64 * 2
+
+
+def test_what_transformers_leaves_unread_takes_nothing(tmp_path: Path) -> None:
+    folder = write(tmp_path, {"architectures": ["Glm4MoeForCausalLM"]})
+    names = ("model.layers.3.mlp.up_proj.weight", "model.layers.4.mlp.up_proj.weight", "h.0.attn.bias")
+    save_file({name: torch.zeros(10, 10) for name in names}, folder / "model.safetensors")
+    assert estimate(folder).weights_bytes == 100 * 2
+
+
+@pytest.mark.parametrize(
+    ("model_type", "left_out"),
+    [
+        *(("llama", ""), ("gemma2", "num_key_value_heads"), ("mixtral", ""), ("gpt2", ""), ("gpt_bigcode", "")),
+        *(("glm", "num_key_value_heads"), ("deepseek_v3", ""), ("minicpm3", "head_dim"), ("jetmoe", "")),
+        *(("longcat_flash", ""), ("phi3", "num_key_value_heads")),
+    ],
+)
+def test_it_is_no_more_than_what_is_taken(draw_model: Any, tmp_path: Path, model_type: str, left_out: str) -> None:
+    changes = {"num_key_value_heads": {"gemma2": 4, "phi3": 6}[model_type]} if model_type in ("gemma2", "phi3") else {}
+    draw_model(model_type, num_attention_heads=8 if model_type == "gemma2" else 6, **changes).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({key: raw[key] for key in raw if key != left_out}))
+    config = EngineConfig(max_model_len=64, max_num_seqs=8)
+    model, found = build_model(tmp_path, config, lambda done, total: None).model, estimate(tmp_path, config)
+    shape = model.config
+    kept = 2 * 4 * shape.num_layers * shape.num_kv_heads * shape.head_dim * 64
+    assert 0 < found.kv_bytes <= kept
+    if isinstance(model, Decoder):
+        assert found.kv_bytes == kept or any(shape.windows)
+    else:
+        module = model._body.module  # type: ignore[attr-defined]
+        assert 0 < found.weights_bytes <= sum(part.nbytes for part in (*module.parameters(), *module.buffers()))
 
 
 @pytest.mark.parametrize("key", ["num_hidden_layers", "hidden_size", "vocab_size", "max_position_embeddings"])
 def test_a_claim_beyond_all_models_is_refused_with_value_and_limit(tmp_path: Path, key: str) -> None:
     with pytest.raises(CheckpointError, match=rf"{key} may be at most \d+, got 10{{30}}"):
-        estimate_memory(write(tmp_path, {key: 10**30}), CONFIG, 2**30)
+        estimate(write(tmp_path, {key: 10**30}))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +213,7 @@ def test_an_entry_of_a_header_that_makes_no_sense_is_refused(tmp_path: Path, ent
     header = json.dumps({"a": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} | entry}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(8))
     with pytest.raises(CheckpointError, match="the header's entry of a is"):
-        estimate_memory(tmp_path, CONFIG, 2**30)
+        estimate(tmp_path)
 
 
 def test_json_nested_too_deep_is_a_checkpoint_error(tmp_path: Path) -> None:
@@ -174,10 +221,10 @@ def test_json_nested_too_deep_is_a_checkpoint_error(tmp_path: Path) -> None:
     write(tmp_path)
     (tmp_path / "model.safetensors").write_bytes(len(deep).to_bytes(8, "little") + deep.encode())
     with pytest.raises(CheckpointError, match=r"model\.safetensors is not JSON"):
-        estimate_memory(tmp_path, CONFIG, 2**30)
+        estimate(tmp_path)
     (tmp_path / "config.json").write_text(deep)
     with pytest.raises(CheckpointError, match=r"config\.json is not JSON"):
-        estimate_memory(tmp_path, CONFIG, 2**30)
+        estimate(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -195,7 +242,7 @@ def test_json_nested_too_deep_is_a_checkpoint_error(tmp_path: Path) -> None:
 )
 def test_a_value_of_the_wrong_type_is_a_checkpoint_error(tmp_path: Path, changes: dict[str, Any]) -> None:
     with pytest.raises(CheckpointError, match=r"config\.json: (architectures|text_config|dtype|torch_dtype) must be"):
-        estimate_memory(write(tmp_path, changes), CONFIG, 2**30)
+        estimate(write(tmp_path, changes))
 
 
 def test_a_header_that_makes_no_sense_is_a_checkpoint_error(tmp_path: Path) -> None:
@@ -203,7 +250,7 @@ def test_a_header_that_makes_no_sense_is_a_checkpoint_error(tmp_path: Path) -> N
     header = json.dumps({"a": {"dtype": "F32"}}).encode()
     (tmp_path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
     with pytest.raises(CheckpointError, match="the header's entry of a is"):
-        estimate_memory(tmp_path, CONFIG, 2**30)
+        estimate(tmp_path)
 
 
 def test_the_estimate_needs_no_torch() -> None:

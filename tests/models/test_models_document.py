@@ -28,10 +28,10 @@ HEAD = f"""# Which models run
 
 Written by `tests/models/test_models_document.py` from what it finds, with transformers {transformers.__version__}.
 
-`--model-impl auto` takes our own decoder where config.json names one of its architectures and asks for nothing that it
-does not do; else the model of transformers, with attention over our pages, if that passes the guard of
-`engine/models/guard.py`; else it refuses, with both reasons. `own` and `transformers` allow one alone. Code in a model
-folder is never run.
+`--model-impl auto` takes our own decoder where config.json names one of its architectures, with no other model_type
+than that family's, and asks for nothing that it does not do; else the model of transformers, with attention over our
+pages, if that passes the guard of `engine/models/guard.py`; else it refuses, with both reasons. `own` and
+`transformers` allow one alone. Code in a model folder is never run.
 """
 PROMISE = """These pass the guard, which runs the loaded model itself each time an engine starts, as tiny random models;
 a checkpoint whose config.json asks for other kinds of layers may fare otherwise. Those that

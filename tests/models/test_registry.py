@@ -17,6 +17,7 @@ LLAMA: dict[str, Any] = {
     "intermediate_size": 96,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
+    "num_key_value_heads": 2,
     "vocab_size": 100,
     "max_position_embeddings": 128,
 }
@@ -25,7 +26,7 @@ GEMMA3: dict[str, Any] = {"architectures": ["Gemma3ForCausalLM"]}
 
 
 def test_what_a_config_leaves_out_is_what_transformers_assumes() -> None:
-    config = decoder_config(LLAMA)
+    config = decoder_config({key: value for key, value in LLAMA.items() if key != "num_key_value_heads"})
     assert (config.num_kv_heads, config.head_dim, config.norm_eps) == (4, 16, 1e-6)
     flags = (config.ties_embeddings, config.has_qkv_bias, config.has_output_bias, config.has_mlp_bias)
     assert not any(flags)
@@ -165,7 +166,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones(architectures: A
         ({"layer_types": ["sliding_attention", "full_attention", "full_attention"]}, "layer_types"),
         ({"architectures": ["Gemma2ForCausalLM"], "sliding_window": None}, "sliding_window None"),
         (
-            {"architectures": ["MistralForCausalLM"], "sliding_window": 4}
+            {"architectures": ["Phi3ForCausalLM"], "sliding_window": 4}
             | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
             "layer_types",
         ),

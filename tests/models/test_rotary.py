@@ -9,6 +9,7 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from engine.errors import CheckpointError, UnsupportedModel
+from engine.models.families import DECODERS
 from engine.models.rotary import RopeConfig, RotaryEmbedding, rotate
 
 LLAMA3 = {
@@ -109,12 +110,14 @@ def test_other_parameters_are_refused_by_name(parameters: dict[str, Any]) -> Non
 
 
 @pytest.mark.parametrize("name", ["su", "yarn"])
-def test_the_early_names_of_longrope_are_known(name: str) -> None:
+def test_the_early_names_of_longrope_are_known_to_phi3_alone(name: str) -> None:
     scaling = LONG | {"rope_type": name, "original_max_position_embeddings": 256}
     config = {"max_position_embeddings": 1024, "rope_scaling": scaling}
-    assert RopeConfig.of(config, 64) == RopeConfig.of(
-        config | {"rope_scaling": scaling | {"rope_type": "longrope"}}, 64
-    )
+    named = config | {"rope_scaling": scaling | {"rope_type": "longrope"}}
+    phi3 = DECODERS["Phi3ForCausalLM"].scalings
+    assert RopeConfig.of(config, 64, names=phi3) == RopeConfig.of(named, 64)
+    with pytest.raises((UnsupportedModel, CheckpointError), match=r"'su'|factor"):
+        RopeConfig.of(config, 64)
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 
 from engine.errors import CheckpointError, UnsupportedModel
-from engine.models.checkpoint import model_digest
-from engine.models.weights import EMBEDDING, HEAD, load_weights, resolve_dtype, stores_other_head
+from engine.models.checkpoint import EMBEDDING, HEAD, model_digest
+from engine.models.weights import load_weights, resolve_dtype, stores_other_head
 
 NAMES = [f"layer.{i}.weight" for i in range(8)]
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 
+from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.manager import KVCacheManager
+from engine.kv_cache.prefix_cache import PrefixCache
 from engine.outputs import SchedulerOutput
 from engine.request import Request
 from engine.scheduler.policy import Fair, Priority
@@ -132,6 +135,49 @@ def test_where_victims_share_a_prefix_with_who_stays_they_are_weighed_once_until
     assert matched == ["urgent"] * 3  # three have left at once
     assert driver.num_preemptions == 0
     run_and_compare(driver)
+
+
+def looks_while_victims_come_and_go(num_victims: int, monkeypatch: pytest.MonkeyPatch) -> list[Counter[str]]:
+    """Return what is asked of the cache in each step in which an urgent request is refused, and one victim is new."""
+    driver = make_driver(num_gpu_blocks_override=96, max_model_len=384, max_num_batched_tokens=512, max_num_seqs=20)
+    driver.add("stays", prompt(41), priority=0, max_tokens=60)
+    driver.step()
+    for number in range(num_victims):
+        driver.add(f"low{number}", [*prompt(40), number], priority=5, max_tokens=40)
+    driver.step()
+    driver.add("urgent", [number % 250 for number in range(350)], priority=1, max_tokens=2)
+    looks: Counter[str] = Counter()
+    steps = []
+    with monkeypatch.context() as patch:
+        for owner, method in ((PrefixCache, "match"), (BlockPool, "num_references"), (KVCacheManager, "num_victims")):
+            patch.setattr(owner, method, counted(vars(owner)[method], looks))
+        for number in range(3):
+            driver.abort(f"low{number}")
+            driver.add(f"new{number}", [*prompt(40), 90 + number], priority=5, max_tokens=40)
+            looks.clear()
+            driver.plan()
+            steps.append(looks.copy())
+            driver.finish_step()
+    assert driver.num_preemptions == 0
+    assert driver.completions["urgent"].token_ids == []
+    return steps
+
+
+def counted(method: Any, calls: Counter[str]) -> Any:
+    def counting(*args: Any) -> Any:
+        calls[method.__name__] += 1
+        return method(*args)
+
+    return counting
+
+
+def test_weighing_victims_that_come_and_go_looks_at_none_of_their_blocks_and_matches_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    few, many = (looks_while_victims_come_and_go(number, monkeypatch) for number in (4, 16))
+    assert few == many
+    assert [step["num_victims"] for step in many] == [0, 1, 1]  # weighed, once it was tried, and in vain
+    assert all(step["match"] == 2 for step in many)  # it and the new victim, once each
 
 
 def test_who_lacks_tokens_alone_is_matched_once_and_takes_nobodys_place(matched: list[str]) -> None:
