@@ -9,10 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from engine.client.async_llm import AsyncLLM, Stream
+    from engine.client.async_llm import AsyncLLM
     from engine.client.input_processor import Conversation
     from engine.client.output_processor import CompletionOutput, RequestOutput
     from engine.client.session import Session
+    from engine.client.stream import Stream
     from engine.config import EngineConfig
     from engine.errors import EngineDeadError, MetronomeError, UtilityError, UtilityTimeout
     from engine.launch import open_engine
@@ -37,7 +38,7 @@ _HOME = {
     "RequestOutput": "engine.client.output_processor",
     "SamplingParams": "engine.sampling_params",
     "Session": "engine.client.session",
-    "Stream": "engine.client.async_llm",
+    "Stream": "engine.client.stream",
     "StructuredOutputsParams": "engine.sampling_params",
     "UtilityError": "engine.errors",
     "UtilityTimeout": "engine.errors",

@@ -1,7 +1,10 @@
-"""What becomes of a message that cannot be decoded: it is logged, and who waits for its answer gets one.
+"""What becomes of a message that cannot be decoded: whoever waits for what it held, or for its answer, learns of it.
 
 A request or call is decoded by its engine, and a face that sent one waits until it is answered. So its id is read from
 whatever came, which takes no more than its first bytes: messages are arrays of a tag, an id and the rest.
+
+An engine's message holds outputs of many, and nobody can tell of whom: to skip it would leave tokens out of their texts
+or ends out of their streams. So it is the end of the engine for its client. Progress of a start alone may be missed.
 """
 
 from __future__ import annotations
@@ -9,13 +12,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from engine.errors import Cause
+from engine.errors import Cause, EngineDeadError
 from engine.outputs import FinishReason, RequestId
 from engine.protocol import (
     Configure,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    StartProgress,
     UtilityCall,
     UtilityResult,
 )
@@ -27,9 +31,17 @@ _LENGTH_BYTES = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD9: 1, 0xDA: 2, 0xDB: 4}
 """How many bytes hold an unsigned integer, or the length of a text, by msgpack's code for it."""
 
 
-def report_bad_message(error: DecodeError) -> None:
-    """Log a message that is skipped and that nobody can be told of."""
-    logger.error("skipped a message that is none: %s", error)
+def refuse_bad_message(error: DecodeError) -> None:
+    """Count an engine as dead that says what its client cannot read, unless that was only where its start is.
+
+    Raises:
+        EngineDeadError: Always but then.
+    """
+    tag, _ = read_head(bytes(error.payload))
+    if tag != StartProgress.__name__:
+        cause = Cause("ProtocolError", f"a message of the engine cannot be decoded: {error}")
+        raise EngineDeadError(cause) from error
+    _report(error)
 
 
 def answer_bad_message(error: DecodeError, engine_index: int, send: Callable[[EngineCoreOutputs], None]) -> None:
@@ -47,10 +59,14 @@ def answer_bad_message(error: DecodeError, engine_index: int, send: Callable[[En
     elif tag == Configure.__name__:
         raise error
     else:
-        report_bad_message(error)
+        _report(error)
         return
     logger.error("refused %s %s, which cannot be decoded: %s", tag, asked, error)
     send(answer)
+
+
+def _report(error: DecodeError) -> None:
+    logger.error("skipped a message that is none: %s", error)
 
 
 def read_head(payload: bytes) -> tuple[str | int | None, str | int | None]:

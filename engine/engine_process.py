@@ -24,12 +24,13 @@ from functools import partial
 
 import trio
 
-from engine.bad_messages import answer_bad_message, report_bad_message
+from engine.bad_messages import answer_bad_message, refuse_bad_message
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError
 from engine.executor.inline import InlineExecutor
 from engine.executor.runners import make_runner
 from engine.handshake import (
+    MAX_RECEIVED,
     TERM_GRACE_S,
     check_hello,
     death_of,
@@ -62,8 +63,6 @@ logger = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 2e-4
 """How long a thread may keep the GIL from another: at the default 5 ms a busy thread starves the step loop."""
-MAX_RECEIVED = 256
-"""Messages taken from a socket in one go."""
 LOG_FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
@@ -110,7 +109,7 @@ class ProcessConnection:
         self._router = router
         self._senders = [SendChannel[ClientMessage](router, to=identity_of(index)) for index in range(num_engines)]
         self._hellos = RouterReceiveChannel[EngineHello](router, EngineHello, on_bad_message=refuse_hello)
-        self._receiver = ReceiveChannel[EngineMessage](pull, EngineMessage, on_bad_message=report_bad_message)
+        self._receiver = ReceiveChannel[EngineMessage](pull, EngineMessage, on_bad_message=refuse_bad_message)
         self._folder: str | None = folder
         self._is_starting = True
         self._waiting = trio.CancelScope()

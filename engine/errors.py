@@ -182,6 +182,8 @@ class UtilityTimeout(UtilityError, TimeoutError):
 _UTILITY_STATUS = {
     "ValueError": 400,
     "NotEnabled": 400,
+    "Resumed": 409,
+    "Overtaken": 409,
     "EngineStopping": 503,
     "UtilityTimeout": 504,
 }

@@ -26,6 +26,8 @@ from transport.spawn import describe_exit
 
 TERM_GRACE_S = 2.0
 """How long an engine process may take to exit after its last word, before it is killed."""
+MAX_RECEIVED = 256
+"""Messages that either side takes from a socket in one go."""
 FOLDER_PREFIX = "metronome-sockets-"
 """Of the folders for sockets, in the folder for temporary files; after a kill the next start removes what is left."""
 

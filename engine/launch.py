@@ -28,7 +28,7 @@ from engine.client.asynchronous import AsyncMPClient, Connection
 from engine.client.data_parallel import DPAsyncMPClient
 from engine.client.inproc import InprocClient
 from engine.client.sync import SyncMPClient
-from engine.client.synchronous import SynchronousClient
+from engine.client.synchronous import STOP_TIMEOUT_S, SynchronousClient
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.engine_process import SWITCH_INTERVAL_S, connect_processes
@@ -46,16 +46,13 @@ from engine.protocol import (
     EngineReady,
     StartProgress,
 )
-from engine.server import LAST_WORD_TIMEOUT_S, EngineCoreServer
+from engine.server import EngineCoreServer
 from transport.services import open_services
 
 logger = logging.getLogger(__name__)
 
 Isolation = Literal["process", "thread"]
 Message = TypeVar("Message")
-
-STOP_TIMEOUT_S = 2 * LAST_WORD_TIMEOUT_S
-"""How long a stopped engine may take to end its step and say its last word."""
 
 
 @asynccontextmanager

@@ -16,40 +16,24 @@ from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from engine import verbs
 from engine.core import EngineCore
 from engine.errors import MetronomeError, NotEnabled
 from engine.step_trace import StepTrace
-from engine.verbs import (
-    AddLora,
-    CollectiveRpc,
-    DumpTasks,
-    GetStats,
-    IsPaused,
-    IsSleeping,
-    ListLoras,
-    Pause,
-    PauseMode,
-    PinLora,
-    RemoveLora,
-    ResetPrefixCache,
-    Resume,
-    SaveShardedState,
-    Sleep,
-    SleepTag,
-    StartProfile,
-    StopProfile,
-    Verb,
-    WakeUp,
-)
+from engine.verbs import PauseMode, SleepTag, Verb
 
 PAUSED: Final = "paused"
 """A verb waits until the core is paused; it fails if the pause is undone before."""
-IN_ORDER: Final = (Sleep, WakeUp, SaveShardedState, CollectiveRpc)
+IN_ORDER: Final = (verbs.Sleep, verbs.WakeUp, verbs.SaveShardedState, verbs.CollectiveRpc)
 """The verbs that come to the runner, or change what sleeps: one after the other."""
 
 
 class Resumed(MetronomeError):
     """A pause was undone before it was complete."""
+
+
+class Overtaken(MetronomeError):
+    """A later pause froze the requests whose end this one waited for."""
 
 
 class OnRunner(NamedTuple):
@@ -89,48 +73,53 @@ class Operations:
         """Begin `verb`; nothing is done before the first `next`."""
         core = self._core
         match verb:
-            case ResetPrefixCache(reset_running):
+            case verbs.ResetPrefixCache(reset_running):
                 return core.reset_prefix_cache(reset_running)
-            case Pause():
+            case verbs.Pause():
                 yield from self._pause(verb)
-            case Resume():
+            case verbs.Resume():
                 self._resume()
-            case IsPaused():
+            case verbs.IsPaused():
                 return core.pause_mode is not None
-            case Sleep():
+            case verbs.Sleep():
                 yield from self._sleep(verb)
-            case WakeUp():
+            case verbs.WakeUp():
                 yield from self._wake_up(verb)
-            case IsSleeping():
+            case verbs.IsSleeping():
                 return bool(self.asleep) or core.pause_mode is not None
-            case StartProfile() | StopProfile():
+            case verbs.StartProfile() | verbs.StopProfile():
                 return self._profile(verb)
-            case ListLoras() | AddLora() | RemoveLora() | PinLora():
+            case verbs.ListLoras() | verbs.AddLora() | verbs.RemoveLora() | verbs.PinLora():
                 raise NotEnabled("LoRA is not enabled: this version has no adapters")
-            case SaveShardedState():
+            case verbs.SaveShardedState():
                 if SleepTag.WEIGHTS in self.asleep:
                     raise ValueError("the weights sleep: wake them up first")
                 return (yield OnRunner(verb))
-            case CollectiveRpc():
+            case verbs.CollectiveRpc():
                 return [(yield OnRunner(verb))]
-            case GetStats():
+            case verbs.GetStats():
                 return core.stats()
-            case DumpTasks():
+            case verbs.DumpTasks():
                 return self._describe()
 
-    def _pause(self, verb: Pause) -> Operation:
+    def _pause(self, verb: verbs.Pause) -> Operation:
         yield from self._until_paused(verb.mode)
         if verb.clear_cache:
             self._core.reset_prefix_cache(reset_running=True)
 
     def _until_paused(self, mode: PauseMode) -> Operation:
-        """Pause; raises Resumed where somebody undoes it meanwhile, whatever is paused after that."""
+        """Pause; raises Resumed where somebody undoes it meanwhile, whatever is paused after that.
+
+        Raises Overtaken where who was to end is frozen: only `keep` may say that it is done while somebody runs.
+        """
         self._core.pause(mode)
         self._num_pauses += 1
         num_resumes = self._num_resumes
         yield PAUSED
         while self._num_resumes == num_resumes:
             if self._core.is_paused:
+                if mode is not PauseMode.KEEP and self._core.stats().num_running:
+                    raise Overtaken("a later pause by keep froze the requests that this one waited for")
                 return
             yield PAUSED
         raise Resumed("resumed before the pause was complete")
@@ -141,7 +130,7 @@ class Operations:
         self._core.resume()
         self._num_resumes += 1
 
-    def _sleep(self, verb: Sleep) -> Operation:
+    def _sleep(self, verb: verbs.Sleep) -> Operation:
         was_paused = self._core.pause_mode is not None
         yield from self._until_paused(verb.mode)
         falling = _FALLS_ASLEEP[verb.level] - self.asleep
@@ -153,18 +142,18 @@ class Operations:
         try:
             yield OnRunner(verb)
         except Exception:
-            yield OnRunner(WakeUp(sorted(falling)))  # a part of it may have been given back
+            yield OnRunner(verbs.WakeUp(sorted(falling)))  # a part of it may have been given back
             self.asleep -= falling
             if not was_paused and num_pauses == self._num_pauses:
                 self._resume()
             raise
 
-    def _wake_up(self, verb: WakeUp) -> Operation:
+    def _wake_up(self, verb: verbs.WakeUp) -> Operation:
         tags = frozenset(SleepTag if verb.tags is None else verb.tags)
         waking = self.asleep & tags
         num_pauses = self._num_pauses
         if waking:
-            yield OnRunner(WakeUp(sorted(waking)))
+            yield OnRunner(verbs.WakeUp(sorted(waking)))
             self.asleep -= waking
         if self.asleep:
             if SleepTag.SCHEDULING in tags:
@@ -172,11 +161,11 @@ class Operations:
         elif num_pauses == self._num_pauses:  # a pause that came meanwhile is to last
             self._resume()
 
-    def _profile(self, verb: StartProfile | StopProfile) -> str | None:
+    def _profile(self, verb: verbs.StartProfile | verbs.StopProfile) -> str | None:
         folder = self._core.config.profile_dir
         if folder is None:
             raise NotEnabled("there is nowhere to write a profile: start the engine with --profile-dir FOLDER")
-        if isinstance(verb, StartProfile):
+        if isinstance(verb, verbs.StartProfile):
             if self.trace is not None:
                 raise ValueError("a profile is being taken already: stop it first")
             self.trace = StepTrace()

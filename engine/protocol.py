@@ -2,7 +2,7 @@
 
 ::
 
-    client → engine   Configure, EngineCoreRequest, SessionPart, AbortRequest, UtilityCall, Drain, Shutdown,
+    client → engine   Configure, EngineCoreRequest, SessionPart, AbortRequest, UtilityCall, StepsRead, Drain, Shutdown,
                       Acknowledge
     engine → client   EngineHello, StartProgress, EngineReady, EngineCoreOutputs, EngineDead, EngineStopped
 
@@ -28,7 +28,13 @@ from engine.verbs import ResetPrefixCache as ResetPrefixCache
 from engine.verbs import Resume as Resume
 from engine.verbs import Verb as Verb
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
+
+MAX_STEPS_AHEAD = 8
+"""An engine launches no step once so many have ended since the last of which it knows that its outputs were read.
+
+The client says so at the latest when half of them are unsaid, so that one which reads holds nobody up.
+"""
 
 
 class Message(msgspec.Struct, array_like=True, omit_defaults=True, gc=False, frozen=True, tag=True):
@@ -127,12 +133,26 @@ class Shutdown(Message, frozen=True):
     """Abort whatever still runs and stop; a drain, if any, is over. Set by the client."""
 
 
+class StepsRead(Message, frozen=True):
+    """The client has read the outputs of all steps up to this one, see MAX_STEPS_AHEAD. Set by the client."""
+
+    step: int
+
+
 class Acknowledge(Message, frozen=True):
     """The client has read the engine's last word; the engine may exit."""
 
 
 ClientMessage = (
-    Configure | EngineCoreRequest | SessionPart | AbortRequest | UtilityCall | Drain | Shutdown | Acknowledge
+    Configure
+    | EngineCoreRequest
+    | SessionPart
+    | AbortRequest
+    | UtilityCall
+    | StepsRead
+    | Drain
+    | Shutdown
+    | Acknowledge
 )
 
 

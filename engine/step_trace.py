@@ -1,6 +1,7 @@
 """A profile of steps as Chrome's trace viewer (chrome://tracing, Perfetto) reads it, whichever runner ran them.
 
-One row has the steps from launch to commit, the other what the runner says of their parts, laid end to end.
+One row has the steps from launch to commit, the other what the runner says of their parts, laid end to end. Aborts
+stand at the moment at which their message was received, blocks in use at each at which the client is told of them.
 """
 
 from __future__ import annotations
@@ -32,11 +33,21 @@ class StepTrace:
         if self._num_steps > MAX_STEPS:
             return
         counts = {"num_requests": len(plan.requests), "num_tokens": plan.num_tokens}
-        self._note("steps", f"step {plan.step}", launched_s, ended_s - launched_s, counts)
+        self._note("X", f"step {plan.step}", "steps", launched_s, counts, dur=(ended_s - launched_s) * _MICROSECONDS)
         began_s = launched_s
         for part, seconds in output.timings.items():
-            self._note("runner", part, began_s, seconds, {"step": plan.step})
+            self._note("X", part, "runner", began_s, {"step": plan.step}, dur=seconds * _MICROSECONDS)
             began_s += seconds
+
+    def add_abort(self, num_requests: int, at_s: float) -> None:
+        """Note that `num_requests` were aborted by a message received at `at_s`."""
+        if self._num_steps <= MAX_STEPS:
+            self._note("i", "abort", "aborts", at_s, {"num_requests": num_requests}, s="p")
+
+    def add_blocks(self, num_used: int, at_s: float) -> None:
+        """Note how many blocks are in use."""
+        if self._num_steps <= MAX_STEPS:
+            self._note("C", "blocks", "blocks", at_s, {"num_used": num_used})
 
     def write(self, folder: Path) -> Path:
         """Write the trace into a new file of `folder`, which is made if it does not exist; return its path."""
@@ -51,15 +62,8 @@ class StepTrace:
         path.write_bytes(msgspec.json.encode(content))
         return path
 
-    def _note(self, row: str, name: str, began_s: float, seconds: float, arguments: dict[str, int]) -> None:
-        self._events.append(
-            {
-                "name": name,
-                "ph": "X",
-                "pid": os.getpid(),
-                "tid": row,
-                "ts": began_s * _MICROSECONDS,
-                "dur": seconds * _MICROSECONDS,
-                "args": arguments,
-            }
-        )
+    def _note(
+        self, kind: str, name: str, row: str, at_s: float, arguments: dict[str, int], **more: float | str
+    ) -> None:
+        event = {"name": name, "ph": kind, "pid": os.getpid(), "tid": row, "ts": at_s * _MICROSECONDS}
+        self._events.append(event | {"args": arguments} | more)

@@ -21,7 +21,7 @@ from engine.errors import Cause, ExecutorDead
 from engine.executor.base import Executor
 from engine.operations import IN_ORDER, OnRunner, Operation, Operations
 from engine.protocol import UtilityCall, UtilityResult
-from engine.verbs import STOPPING, Verb, WakeUp, plain_value, read_verb
+from engine.verbs import STOPPING, UNSENDABLE, Verb, WakeUp, plain_value, read_verb
 
 
 class _Running(NamedTuple):
@@ -100,7 +100,7 @@ class Utilities:
             return
         try:
             verb = read_verb(call.verb)
-        except (ValueError, TypeError) as error:
+        except UNSENDABLE as error:
             self._fail(call.call_id, Cause.of(error))
             return
         running = _Running(call.call_id, self._operations.run(verb))

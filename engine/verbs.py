@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any, ClassVar, get_args
+from typing import Annotated, Any, ClassVar, Final, get_args
 
 import msgspec
 from msgspec import Meta
@@ -221,13 +221,18 @@ Verb = (
 _NAMES = frozenset(kind.__name__ for kind in get_args(Verb))
 
 
+UNSENDABLE: Final = (TypeError, ValueError, OverflowError, RecursionError)
+"""What encoding raises where an argument or an answer cannot cross to another process."""
+
+
 def read_verb(sent: Any) -> Verb:
     """Return the verb that `sent`, a struct or what a struct becomes on the wire, is.
 
     Raises:
         ValueError: There is no such verb, or an argument is wrong; the caller's fault.
+        TypeError, OverflowError, RecursionError: An argument is nothing that can be sent; likewise.
     """
-    plain = msgspec.to_builtins(sent)
+    plain = plain_value(sent)
     name = plain[0] if isinstance(plain, list) and plain else None
     if not isinstance(name, str) or name not in _NAMES:
         raise ValueError(f"there is no verb {name or plain!s:.80}; known are {', '.join(sorted(_NAMES))}")
@@ -239,10 +244,10 @@ def read_verb(sent: Any) -> Verb:
 
 
 def plain_value(value: Any) -> Any:
-    """Return the answer of a verb as it will arrive, whether or not there is a wire on its way.
+    """Return a verb or its answer as it will arrive, whether or not there is a wire on its way.
 
     Raises:
-        TypeError, ValueError, OverflowError: It holds something that cannot be sent; the verb's fault.
+        TypeError, ValueError, OverflowError, RecursionError: It holds something that cannot be sent, see `UNSENDABLE`.
     """
     return msgspec.msgpack.decode(msgspec.msgpack.encode(value))
 

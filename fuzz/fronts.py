@@ -161,8 +161,8 @@ class Front(ABC):
         match target:
             case "front":
                 return [front]
-            case "engine":
-                return [pid for pid in children(front) if pid not in reapers]
+            case "engine":  # one of several
+                return [pid for pid in children(front) if pid not in reapers][-1:]
             case "reaper":
                 return reapers
             case _:

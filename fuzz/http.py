@@ -114,11 +114,11 @@ def get(path: str) -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n".encode()
 
 
-def post(body: dict[str, Any], *, close: bool = True) -> bytes:
-    """Return a completions request."""
-    data = json.dumps(body).encode()
+def post(body: dict[str, Any] | None, *, path: str = "/v1/completions", close: bool = True) -> bytes:
+    """Return a completions request, or one without a body to another `path`."""
+    data = b"" if body is None else json.dumps(body).encode()
     head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}\r\n"
-    return f"POST /v1/completions HTTP/1.1\r\n{head}{'Connection: close' if close else 'X: y'}\r\n\r\n".encode() + data
+    return f"POST {path} HTTP/1.1\r\n{head}{'Connection: close' if close else 'X: y'}\r\n\r\n".encode() + data
 
 
 @contextlib.asynccontextmanager

@@ -2,9 +2,9 @@
 
     python -m fuzz lifecycle --minutes 10 --seed 7 [--model smollm2] [--rounds 500]
 
-A round is a server (`serve`) or a program that owns an engine (fuzz/owner.py), in real processes with streams open, in
-the program also verbs and a pause. At a drawn moment of a phase it strikes: a signal, or two, to the front, the engine,
-the reaper, or all of them. Checked each time:
+A round is a server (`serve`) or a program that owns an engine (fuzz/owner.py), in real processes, with streams open and
+a pause that waits for them, in the program also verbs. Of the integer model there may be two engines. At a drawn moment
+of a phase it strikes: a signal, or two, to the front, an engine, the reapers, or all of them. Checked each time:
 
 - once a process is seen to have died, every waiter has its answer within a second: its terminal event, or an error
   with the cause; after an end that was asked for in order, never an error;
@@ -36,8 +36,6 @@ WEIGHTS = (4, 4, 1, 3)
 BLOWS = ("KILL", "TERM", "TERM TERM", "INT", "STOP CONT")
 FRONTS = {"server": open_server, "owner": open_owner}
 NUM_AT_ONCE = 3
-CACHES = "torchinductor_"
-"""What torch keeps there for all programs of a user."""
 ROUND_S = 300.0
 """A round that takes longer hangs."""
 GONE_S = 2.0
@@ -51,12 +49,13 @@ class Case(NamedTuple):
     phase: str
     target: str
     blow: str
+    num_engines: int
     num_streams: int
     after_s: float
     between_s: float
 
     @classmethod
-    def drawn(cls, draw: random.Random) -> Case:
+    def drawn(cls, draw: random.Random, max_engines: int = 2) -> Case:
         """Draw one; what would only be a stop asked for twice over is left out."""
         while True:
             (target,), blow = draw.choices(TARGETS, WEIGHTS), draw.choice(BLOWS)
@@ -68,6 +67,7 @@ class Case(NamedTuple):
             draw.choice(PHASES),
             target,
             blow,
+            num_engines=draw.randint(1, max_engines),
             num_streams=draw.randint(0, 6),
             after_s=draw.random() ** 2,
             between_s=draw.random() * 0.3,
@@ -95,7 +95,7 @@ class Chaos:
     async def _play(self) -> None:
         while time.monotonic() < self._deadline and self.num_begun != self._max_rounds:
             self.num_begun += 1
-            number, case = self.num_begun, Case.drawn(self._draw)
+            number, case = self.num_begun, Case.drawn(self._draw, 2 if self._model == "null" else 1)
             try:
                 await play(case, self._model)
             except BaseException as error:
@@ -123,7 +123,9 @@ async def play(case: Case, model: str) -> None:
         AssertionError: A promise was broken; says what was seen.
     """
     with tempfile.TemporaryDirectory(prefix="lifecycle-") as folder:
-        opening = FRONTS[case.front](model, Path(folder), case.num_streams, drains=case.phase == "drain")
+        opening = FRONTS[case.front](
+            model, Path(folder), case.num_engines, case.num_streams, drains=case.phase == "drain"
+        )
         async with opening as front:
             try:
                 with trio.fail_after(ROUND_S):
@@ -131,7 +133,7 @@ async def play(case: Case, model: str) -> None:
             except BaseException as error:
                 error.add_note("\n".join(["what the front said last:", *front.lines[-30:]]))
                 raise
-        left = [name for name in os.listdir(folder) if not name.startswith(CACHES)]
+        left = os.listdir(folder)
         assert not left, f"files are left: {left}"
 
 

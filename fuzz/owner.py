@@ -1,6 +1,6 @@
 """A Trio program that owns an engine, for fuzz/lifecycle.py: says on standard output what became of every waiter.
 
-    python -m fuzz.owner MODEL NULL_STEP_MS NUM_STREAMS PAUSE_AFTER_S
+    python -m fuzz.owner MODEL NULL_STEP_MS NUM_ENGINES NUM_STREAMS PAUSE_AFTER_S
 
 It holds streams, asks a verb again and again and, some time later, for a pause that cannot end while they run. It
 leaves the engine when it dies or when standard input ends. Lines are `WORD monotonic-time WHAT`.
@@ -65,7 +65,7 @@ async def _wait_until_told() -> None:
     await trio.lowlevel.wait_readable(sys.stdin)
 
 
-async def _main(model: str, null_step_ms: float, num_streams: int, pause_after_s: float) -> None:
+async def _main(model: str, null_step_ms: float, num_engines: int, num_streams: int, pause_after_s: float) -> None:
     before = len(os.listdir("/proc/self/fd"))
     try:
         async with (
@@ -73,6 +73,7 @@ async def _main(model: str, null_step_ms: float, num_streams: int, pause_after_s
             engine.open_engine(
                 model,
                 null_step_ms=null_step_ms,
+                data_parallel_size=num_engines,
                 max_num_batched_tokens=64,
                 num_threads=1,
                 progress=lambda phase, done, total: say("phase", phase),
@@ -103,6 +104,7 @@ if __name__ == "__main__":
         sys.argv[1],
         float(sys.argv[2]),
         int(sys.argv[3]),
-        float(sys.argv[4]),
+        int(sys.argv[4]),
+        float(sys.argv[5]),
         restrict_keyboard_interrupt_to_checkpoints=True,  # it would cancel the waiters if it hit one of them
     )

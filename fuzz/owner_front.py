@@ -98,8 +98,10 @@ def _raised(lines: list[str]) -> list[str]:
     return found
 
 
-def open_owner(model: str, folder: Path, num_streams: int, *, drains: bool) -> AbstractAsyncContextManager[Front]:
-    """Run a program that owns an engine for `model`; it never drains."""
+def open_owner(
+    model: str, folder: Path, num_engines: int, num_streams: int, *, drains: bool
+) -> AbstractAsyncContextManager[Front]:
+    """Run a program that owns engines for `model`; it never drains."""
     pace = pace_of(model)
-    argv = ["fuzz.owner", model, str(pace.step_ms), str(num_streams), "0.05"]
+    argv = ["fuzz.owner", model, str(pace.step_ms), str(num_engines), str(num_streams), "0.05"]
     return running(argv, folder, lambda process, nursery: OwnerFront(process, pace))

@@ -31,6 +31,7 @@ from engine.protocol import (
     EngineMessage,
     EngineStopped,
     Shutdown,
+    StepsRead,
 )
 from engine.sampling_params import SamplingParams
 from engine.server import EngineCoreServer
@@ -110,6 +111,8 @@ class _Client:
         if isinstance(message, EngineStopped):
             self._send.send_nowait(Acknowledge())
         if isinstance(message, EngineCoreOutputs):
+            if message.step:
+                self._send.send_nowait(StepsRead(message.step))
             for output in message.outputs:
                 completion = self._completions[output.request_id]
                 completion.outputs.append(output)

@@ -1,4 +1,4 @@
-"""A server as the front of a round of fuzz/lifecycle.py, with clients that stream over HTTP."""
+"""A server as the front of a round of fuzz/lifecycle.py, with clients that stream over HTTP and one that pauses."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from fuzz.http import post
 
 
 class ServerFront(Front):
-    """`serve`, with clients that stream."""
+    """`serve`, with clients that stream; the last of them pauses it, and waits for them."""
 
-    READY = re.compile(r"ready: .* on http://127\.0\.0\.1:(\d+) .*engine process (\d+)")
+    READY = re.compile(r"ready: .* on http://127\.0\.0\.1:(\d+) .*engine process(?:es)? (\d+)")
 
     def __init__(
         self, process: trio.Process, pace: Pace, clients: trio.Nursery, num_streams: int, drains: bool
@@ -29,6 +29,7 @@ class ServerFront(Front):
         self._num_streams = num_streams
         self._drains = drains
         self._streams: list[_HttpStream] = []
+        self._pause = _HttpStream("pause", self._tell)
         self._port = 0
 
     def _take(self, line: str) -> None:
@@ -58,6 +59,7 @@ class ServerFront(Front):
             await trio.sleep(after_s * 0.1)
             return
         await self.wait_for(lambda: all(stream.num_chunks for stream in self._streams))
+        self._clients.start_soon(self._pause.run, self._port, post(None, path="/pause?mode=wait"))
         await trio.sleep(after_s * 0.2)
         if phase != "decode":
             self.is_ending = True
@@ -79,15 +81,18 @@ class ServerFront(Front):
 
     def waiters(self) -> list[Waiter]:
         """See `Front`."""
-        return [Waiter(stream.name, stream.answer, stream.at) for stream in self._streams]
+        pausing = [self._pause] if self._pause.has_asked else []
+        return [Waiter(stream.name, stream.answer, stream.at) for stream in [*self._streams, *pausing]]
 
     def check_answers(self) -> None:
         """See `Front`."""
-        answers = [stream.answer for stream in self._streams]
+        answers = [waiter.answer for waiter in self.waiters()]
         if self.code == 0:
-            assert set(answers) <= {"abort", "length", "503", "refused"}, f"after an orderly stop: {answers}"
+            assert set(answers) <= {"abort", "length", "paused", "503", "refused"}, f"after an orderly stop: {answers}"
         elif self.code == 1:
-            assert set(answers) <= {"error", "abort", "length", "503", "500", "refused"}, f"after a death: {answers}"
+            assert set(answers) <= {"error", "abort", "length", "paused", "503", "500", "refused"}, (
+                f"after a death: {answers}"
+            )
             last = self.lines[-1]
             is_pythons_own = last == "KeyboardInterrupt" and self.engine_pid is None  # before our first line
             assert is_pythons_own or "the engine died" in last, f"no cause: {self.lines[-3:]}"
@@ -112,9 +117,11 @@ class _HttpStream:
         self.answer: str | None = None
         self.at = 0.0
         self.num_chunks = 0
+        self.has_asked = False
         self._tell = tell
 
     async def run(self, port: int, request: bytes) -> None:
+        self.has_asked = True
         received = b""
         try:
             async with await trio.open_tcp_stream("127.0.0.1", port) as stream:
@@ -136,6 +143,8 @@ def _answer_of(received: bytes) -> str:
         return received[9:12].decode()
     if received in (b"refused", b""):
         return "refused"
+    if b'{"status":"paused"}' in received:
+        return "paused"
     if b"data: [DONE]" not in received:
         return "cut"
     if b'data: {"error"' in received:
@@ -144,12 +153,14 @@ def _answer_of(received: bytes) -> str:
     return reasons[-1].decode() if reasons else "no reason"
 
 
-def open_server(model: str, folder: Path, num_streams: int, *, drains: bool) -> AbstractAsyncContextManager[Front]:
+def open_server(
+    model: str, folder: Path, num_engines: int, num_streams: int, *, drains: bool
+) -> AbstractAsyncContextManager[Front]:
     """Serve `model` with that many streams to come, in `folder`."""
     pace = pace_of(model)
-    flags = ["--port", "0", "--max-num-batched-tokens", "64", "--num-threads", "1"]
+    flags = ["--port", "0", "--max-num-batched-tokens", "64", "--num-threads", "1", "-dp", str(num_engines)]
     flags += ["--null-step-ms", str(pace.step_ms)] if model == "null" else []
-    flags += ["--shutdown-timeout", "60" if drains else "0"]
+    flags += ["--enable-operations", "--shutdown-timeout", "60" if drains else "0"]
     return running(
         ["engine", "serve", model, *flags],
         folder,

@@ -253,3 +253,14 @@ def start_server() -> Iterator[Callable[..., ServerProcess]]:
     yield start
     for server in servers:
         server.close()
+
+
+@pytest.fixture
+def hasty(tmp_path: Path) -> dict[str, str]:
+    """The environment of a server that waits for its engine's last aborts for a tenth of its usual time."""
+    folder = tmp_path / "hasty"
+    folder.mkdir()
+    (folder / "sitecustomize.py").write_text(
+        "import sys\nif sys.argv[0] == '-m':\n    import web.serve\n    web.serve.ABORT_GRACE_S /= 10\n"
+    )
+    return {"PYTHONPATH": f"{folder}:{os.getcwd()}"}

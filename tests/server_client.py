@@ -27,6 +27,7 @@ from engine.protocol import (
     EngineStopped,
     Shutdown,
     StartProgress,
+    StepsRead,
     UtilityCall,
     UtilityResult,
 )
@@ -73,6 +74,9 @@ class Harness:
         self.phases: list[str] = []
         self.stats: SchedulerStats | None = None
         self.num_calls = 1000
+        self.step = 0
+        self.says_what_it_reads = True
+        self.num_ends_by_message: list[int] = []
 
     def send(self, message: ClientMessage) -> None:
         self._send.send_nowait(message)
@@ -101,6 +105,11 @@ class Harness:
             case EngineReady():
                 self.phases.append("ready")
             case EngineCoreOutputs():
+                self.step = message.step or self.step
+                if message.step and self.says_what_it_reads:
+                    self.send(StepsRead(message.step))
+                if num_ends := sum(output.finish_reason is not None for output in message.outputs):
+                    self.num_ends_by_message.append(num_ends)
                 self.stats = message.scheduler_stats or self.stats
                 self.results |= {result.call_id: result for result in message.utility_results}
                 for output in message.outputs:

@@ -7,7 +7,8 @@ import random
 import msgspec
 import pytest
 
-from engine.bad_messages import answer_bad_message, read_head
+from engine.bad_messages import answer_bad_message, read_head, refuse_bad_message
+from engine.errors import EngineDeadError
 from engine.outputs import FinishReason, RequestId
 from engine.protocol import EngineCoreOutputs, EngineCoreRequest, UtilityCall
 from engine.sampling_params import SamplingParams
@@ -38,6 +39,13 @@ def test_a_call_fails_with_the_reason_whatever_its_number(call_id: int) -> None:
     assert result.call_id == call_id
     assert result.failure is not None
     assert result.failure.message == "no"
+
+
+def test_of_an_engine_only_the_progress_of_its_start_may_be_missed() -> None:
+    refuse_bad_message(DecodeError("no", msgspec.msgpack.encode(["StartProgress", 5])))
+    for payload in (b"", b"\xc1", msgspec.msgpack.encode(EngineCoreOutputs(0, 1))):
+        with pytest.raises(EngineDeadError, match="cannot be decoded: no"):
+            refuse_bad_message(DecodeError("no", payload))
 
 
 def test_a_longer_array_is_read_as_well() -> None:

@@ -96,9 +96,9 @@ async def test_a_failure_in_any_phase_of_one_engine_ends_the_start_and_the_other
         ),
         (
             "hello = protocol.EngineHello\n"
-            "engine_process.EngineHello = lambda index, pid: hello(index, pid, 99 if rank == 1 else 1)\n",
+            "engine_process.EngineHello = lambda index, pid: hello(index, pid, *([99] if rank == 1 else []))\n",
             EngineDeadError,
-            "engine-1 speaks version 99 of the protocol, and this front 1",
+            f"engine-1 speaks version 99 of the protocol, and this front {PROTOCOL_VERSION}",
         ),
         (
             "def other_model(self, progress):\n"

@@ -143,19 +143,19 @@ async def test_a_killed_engine_ends_every_stream_with_the_cause() -> None:
     async with slow_engine("process") as llm:
         errors = []
 
-        async def read() -> None:
+        async def read(task_status: trio.TaskStatus[None]) -> None:
             async with llm.generate("x", SamplingParams(max_tokens=8000)) as stream:
+                await anext(stream)
+                task_status.started()
                 try:
                     async for _ in stream:
-                        started.set()
+                        pass
                 except EngineDeadError as error:
                     errors.append(error)
 
-        started = trio.Event()
         async with trio.open_nursery() as nursery:
             for _ in range(3):
-                nursery.start_soon(read)
-            await started.wait()
+                await nursery.start(read)
             os.kill(llm.ready.pid, signal.SIGKILL)
             with trio.fail_after(5):
                 await llm.wait_ended()

@@ -6,7 +6,7 @@ import os
 import re
 import select
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,8 @@ def start(start_server: Any, temporary_folder: Path) -> Iterator[Any]:
     """Starts a server of two engines; neither a process nor a file of it may be left."""
     pidfds: list[int] = []
 
-    def start(*arguments: str) -> Any:
-        environment = {"TMPDIR": str(temporary_folder)}
+    def start(*arguments: str, env: Mapping[str, str] | None = None) -> Any:
+        environment = {"TMPDIR": str(temporary_folder), **(env or {})}
         server = start_server("null", "-dp", "2", "--null-step-ms", "2", *arguments, env=environment)
         server.wait_line("ready: ")
         pidfds.extend(os.pidfd_open(pid) for pid in server.children)
@@ -79,8 +79,10 @@ def test_the_death_of_one_engine_is_told_to_all_streams_and_ends_the_server_with
     assert server.lines[-1] == "metronome: the engine died: EngineDied: engine-1 was killed by SIGKILL"
 
 
-def test_an_engine_that_stands_still_costs_its_own_streams_alone_their_end_at_a_stop(start: Any) -> None:
-    server = start()
+def test_an_engine_that_stands_still_costs_its_own_streams_alone_their_end_at_a_stop(
+    start: Any, hasty: dict[str, str]
+) -> None:
+    server = start(env=hasty)
     responses, pids = server.open_streams(4), engine_pids(server)
     os.kill(pids[1], signal.SIGSTOP)
     server.process.send_signal(signal.SIGTERM)

@@ -247,7 +247,7 @@ def test_a_hung_process_shows_its_tasks_and_threads(start_server: Any) -> None:
     server = start_server(*STUCK)
     with start_stuck_request(server):
         server.wait_line(f"tasks of process {server.engine_pid}")
-        server.wait_line(r"server\.EngineCoreServer\._step_task at .*executor/inline\.py:\d+ result")
+        server.wait_line(r"step_loop\.StepLoop\.run at .*executor/inline\.py:\d+ result")
         server.process.send_signal(signal.SIGUSR1)
         server.wait_line(f"tasks of process {server.process.pid}")
         server.wait_line(r"web/serve\.py:\d+ serve")
@@ -272,9 +272,9 @@ def test_sigterm_while_another_process_fills_the_model_cache_exits_0_at_once(sta
 
 
 def test_an_engine_that_is_stopped_by_the_system_costs_each_stream_an_error_event_and_exit_code_1(
-    start_server: Any,
+    start_server: Any, hasty: dict[str, str]
 ) -> None:
-    server = start_server("null", "--null-step-ms", "5")
+    server = start_server("null", "--null-step-ms", "5", env=hasty)
     responses = server.open_streams(8)
     with all_gone(server.children, timeout_s=20):
         os.kill(server.engine_pid, signal.SIGSTOP)

@@ -142,6 +142,31 @@ async def test_an_abort_sent_during_a_step_wins_over_that_steps_token() -> None:
         assert harness.tokens["a"] == expected_tokens([65], GREEDY, 1)
 
 
+async def test_64_aborts_sent_during_a_step_free_all_with_it_in_one_message_and_no_further_step_begins() -> None:
+    in_step, may_go_on = threading.Event(), threading.Event()
+    num_rows = []
+
+    def hold_fifth_step(step: int, plan: SchedulerOutput) -> None:
+        num_rows.append(len(plan.requests))
+        if step == 5:
+            in_step.set()
+            may_go_on.wait()
+
+    names = [f"r{i}" for i in range(64)]
+    async with running(hold_fifth_step, max_num_seqs=64) as harness:
+        for name in names:
+            harness.add(name, [65], SamplingParams(temperature=0, max_tokens=5000))
+        await trio.to_thread.run_sync(in_step.wait)
+        harness.send(AbortRequest([RequestId(name) for name in names]))
+        await trio.testing.wait_all_tasks_blocked()
+        may_go_on.set()
+        await harness.read_until(lambda: len(harness.ends) == 64)
+        assert harness.num_ends_by_message == [64]
+        assert harness.stats is not None
+        assert harness.stats.num_used_blocks == 0
+        assert len(num_rows) == 5
+
+
 async def test_a_duplicate_id_costs_the_newcomer_alone() -> None:
     async with running() as harness:
         harness.add("same", [65])

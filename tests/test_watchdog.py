@@ -154,7 +154,7 @@ async def test_a_step_that_hangs_shows_the_engines_state_and_ends_it_though_its_
     assert re.search(r"state of process \d+:\n.*\n?.*alive; last step 2 ended 0\.\d+ s ago", shown)
     assert re.search(r"queues: 2 running, 0 waiting", shown)
     assert re.search(r"in flight for 0\.\d+ s: step 3: 2 requests, 2 tokens, 1 in flight: a 1@2 in 1 blocks", shown)
-    assert "EngineCoreServer._step_task at" in shown
+    assert "StepLoop.run at" in shown
     assert re.search(r'File ".*tests/test_watchdog\.py", line \d+ in __call__', shown)  # where the thread stands
 
 

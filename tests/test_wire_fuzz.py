@@ -33,6 +33,7 @@ from engine.protocol import (
     EngineReady,
     SessionPart,
     StartProgress,
+    StepsRead,
     UtilityCall,
     UtilityResult,
     Verb,
@@ -64,6 +65,7 @@ CLIENT_MESSAGES = [
     EngineCoreRequest(REQUEST, "", [1], SamplingParams(), 0.0),
     SessionPart(REQUEST, [5, 6, 7], PARAMS),
     AbortRequest([REQUEST, RequestId("")], AbortReason.STOP_STRING),
+    StepsRead(1 << 40),
     *(UtilityCall(number, verb) for number, verb in enumerate(plain(Verb))),
     *plain(ClientMessage),
 ]

@@ -14,11 +14,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 KILL_GRACE_S = 2.0
 """How long a killed child, and whoever of its group holds its output, may take to be gone."""
 
+_ASKING = {signal.SIGUSR1, signal.SIGUSR2}
+"""Signals that ask a process what it does."""
 _PARENT_VARIABLE = "TRANSPORT_PARENT"
 _PR_SET_PDEATHSIG = 1
 _REAPER = """
@@ -56,15 +58,16 @@ def start_child(
     read_end, write_end = os.pipe()
     stack.callback(os.close, write_end)
     try:
-        child = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            process_group=0,
-            pass_fds=[read_end, *pass_fds],
-            env={**os.environ, **env, _PARENT_VARIABLE: f"{os.getpid()}:{read_end}"},
-        )
+        with _asking_signals_blocked():
+            child = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                process_group=0,
+                pass_fds=[read_end, *pass_fds],
+                env={**os.environ, **env, _PARENT_VARIABLE: f"{os.getpid()}:{read_end}"},
+            )
         stack.callback(kill_and_reap, child)
         reaper = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _REAPER, str(child.pid), *orphaned_folders],
@@ -79,10 +82,20 @@ def start_child(
     return child
 
 
+@contextlib.contextmanager
+def _asking_signals_blocked() -> Iterator[None]:
+    """Have a child that is started here begin with these signals blocked, until its guard ignores them."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ASKING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 def child_guard() -> None:
     """Tie this process to the one that opened it: call it on the first line of the child's main.
 
-    From here on SIGUSR1 and SIGUSR2, which ask a process what it does, no longer end one that has no answer yet.
+    From its start on SIGUSR1 and SIGUSR2, which ask a process what it does, do not end one that has no answer yet.
 
     On Linux the kernel kills this process when its parent's starting thread ends. Everywhere a thread waits for the
     end of the parent's pipe and then kills the whole group, grandchildren included: the one daemon thread of the
@@ -91,8 +104,9 @@ def child_guard() -> None:
     Raises:
         RuntimeError: This process was not started by `open_child` or a client.
     """
-    for number in (signal.SIGUSR1, signal.SIGUSR2):
+    for number in _ASKING:
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASKING)
     parent = os.environ.pop(_PARENT_VARIABLE, None)
     if parent is None:
         raise RuntimeError("child_guard() is for a process that open_child() started")

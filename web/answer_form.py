@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from engine.client.async_llm import Stream
 from engine.client.output_processor import Logprobs
+from engine.client.stream import Stream
 from engine.client.tokenizer import Tokenizer
 
 Json = dict[str, Any]

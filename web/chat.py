@@ -5,11 +5,11 @@ from __future__ import annotations
 import msgspec
 from quart import Response
 
-from engine.client.async_llm import Stream
 from engine.client.parsers.forced import CallListParser, NamedCallParser
 from engine.client.parsers.pieces import Parser
 from engine.client.parsers.reasoning import END, START, Opening, opening_after
 from engine.client.parsers.registry import TOOL_FORMATS, ChatParser, tool_format, writes_reasoning
+from engine.client.stream import Stream
 from engine.errors import InvalidRequest, RequestError
 from engine.sampling_params import SamplingParams
 from web.answer_form import AnswerForm, Reader
@@ -36,7 +36,7 @@ FORM = AnswerForm(
 
 async def chat_completions(state: ServerState) -> Response:
     """Answer the current request; without a limit of its own it may fill the context."""
-    request = decode_chat_completion(await read_json_body())
+    request = decode_chat_completion(await read_json_body(state))
     state.check_accepting(request.model)
     reading = Reading(state, request)
     params = reading.shown(request.sampling_params(**state.engine.tokenizer.sampling_defaults, max_tokens=None))

@@ -26,7 +26,7 @@ FORM = AnswerForm(
 
 async def completions(state: ServerState) -> Response:
     """Answer the current request; without a limit of its own a completion has 16 tokens, as OpenAI's had."""
-    request = decode_completion(await read_json_body())
+    request = decode_completion(await read_json_body(state))
     state.check_accepting(request.model)
     params = request.sampling_params(**state.engine.tokenizer.sampling_defaults)
     return await answer(state, FORM, request, request.prompts, params)

@@ -17,8 +17,8 @@ import msgspec
 import trio
 from quart import Response
 
-from engine.client.async_llm import Stream
 from engine.client.output_processor import CompletionOutput, Logprobs
+from engine.client.stream import Stream
 from engine.errors import EngineDeadError
 from engine.sampling_params import SamplingParams
 from web import logprobs, sse

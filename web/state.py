@@ -33,6 +33,7 @@ class ServerState:
         self.aborting = False
         self._aborts: dict[Callable[[], None], frozenset[str]] = {}
         self._idle = trio.Event()
+        self._ended_by_stop: set[trio.CancelScope] = set()
 
     @property
     def is_healthy(self) -> bool:
@@ -47,6 +48,20 @@ class ServerState:
     def stop(self) -> None:
         """Take no new work from now on. Idempotent."""
         self.stopping = True
+        for scope in self._ended_by_stop:
+            scope.cancel()
+
+    @contextlib.contextmanager
+    def until_stop(self) -> Iterator[None]:
+        """Give the block up, and go on after it, once the server is asked to stop; at once where it is already."""
+        with trio.CancelScope() as scope:
+            self._ended_by_stop.add(scope)
+            if self.stopping:
+                scope.cancel()
+            try:
+                yield
+            finally:
+                self._ended_by_stop.discard(scope)
 
     def check_alive(self) -> None:
         """Raise what ended the engine, if something did."""

@@ -74,66 +74,66 @@ class AbortBody(msgspec.Struct, forbid_unknown_fields=True):
 
 async def pause(state: ServerState) -> Response:
     """Stop admitting requests; answered once nothing runs."""
-    asked = await _only_query(PauseQuery)
+    asked = await _only_query(state, PauseQuery)
     await state.engine.pause(asked.mode, clear_cache=asked.clear_cache)
     return _json({"status": "paused"})
 
 
 async def resume(state: ServerState) -> Response:
     """Undo a pause."""
-    await _only_query(NoQuery)
+    await _only_query(state, NoQuery)
     await state.engine.resume()
     return _json({"status": "resumed"})
 
 
 async def is_paused(state: ServerState) -> Response:
     """Whether the engine is paused."""
-    await _only_query(NoQuery)
+    await _only_query(state, NoQuery)
     return _json({"is_paused": await state.engine.is_paused()})
 
 
 async def sleep(state: ServerState) -> Response:
     """Pause, then give memory back."""
-    asked = await _only_query(SleepQuery)
+    asked = await _only_query(state, SleepQuery)
     await state.engine.sleep(asked.level, asked.mode)
     return _json({"status": "sleeping"})
 
 
 async def wake_up(state: ServerState) -> Response:
     """Take memory back, and resume once nothing sleeps."""
-    await state.engine.wake_up((await _only_query(WakeUpQuery)).tags)
+    await state.engine.wake_up((await _only_query(state, WakeUpQuery)).tags)
     return _json({"status": "awake" if not await state.engine.is_sleeping() else "sleeping"})
 
 
 async def is_sleeping(state: ServerState) -> Response:
     """Whether the engine is paused or something of it sleeps."""
-    await _only_query(NoQuery)
+    await _only_query(state, NoQuery)
     return _json({"is_sleeping": await state.engine.is_sleeping()})
 
 
 async def reset_prefix_cache(state: ServerState) -> Response:
     """Forget cached prefixes; says whether it was done, which it is not while blocks are in use."""
-    asked = await _only_query(ResetQuery)
+    asked = await _only_query(state, ResetQuery)
     return _json({"reset": await state.engine.reset_prefix_cache(reset_running=asked.reset_running_requests)})
 
 
 async def abort_requests(state: ServerState) -> Response:
     """End requests by the `id` of their answers or by their `X-Request-Id`; says how many."""
     _query(NoQuery)
-    asked = decode_fields(await read_json_body(), AbortBody)
+    asked = decode_fields(await read_json_body(state), AbortBody)
     return _json({"num_aborted": state.abort_labelled(frozenset(asked.request_ids))})
 
 
 async def start_profile(state: ServerState) -> Response:
     """Note the times of each step from now on."""
-    await _only_query(NoQuery)
+    await _only_query(state, NoQuery)
     await state.engine.start_profile()
     return _json({"status": "profiling"})
 
 
 async def stop_profile(state: ServerState) -> Response:
     """Write them into --profile-dir; says which file."""
-    await _only_query(NoQuery)
+    await _only_query(state, NoQuery)
     return _json({"status": "written", "path": await state.engine.stop_profile()})
 
 
@@ -174,9 +174,9 @@ async def operate(state: ServerState, is_open: bool, answer: Answer) -> Response
     return await answer(state)
 
 
-async def _only_query(kind: type[Query]) -> Query:
+async def _only_query(state: ServerState, kind: type[Query]) -> Query:
     """Return the query parameters as `_query` does; raises InvalidRequest too for a body, which nobody would heed."""
-    if await read_body():
+    if await read_body(state):
         raise InvalidRequest(f"{request.path} takes no body: what it can be asked goes into the query, ?name=value")
     return _query(kind)
 

@@ -4,15 +4,20 @@ The end is seen from outside, on `/metrics`, asked again as soon as it has answe
 which has to find out by itself. So the times are at most one round trip too long.
 
 Then the same without HTTP, where one can see to a fraction of a millisecond how long the engine holds blocks: streams
-are left all at once at a moment of a step, and the next thing the engine says shows whether their blocks are free. It
-may take what is left of that step, so the time is shown beside that of a step.
+are left all at once at a moment of a step. `left to free` is what the caller sees, from before it leaves the first to
+the engine's word that no block is in use any more; `seen to free` is the engine's share of that, by its own clock, from
+the arrival of the first abort. Either may take what is left of a step that was under way, so the time of a step is
+shown beside them, by the engine's clock too: from one launch to the next.
 """
 
 from __future__ import annotations
 
 import random
 import secrets
+import tempfile
 from contextlib import AsyncExitStack
+from itertools import pairwise
+from pathlib import Path
 from typing import NamedTuple
 
 import msgspec
@@ -25,6 +30,7 @@ from engine.bench.report import Report
 from engine.bench.serve import completion_body, read_stream
 from engine.bench.server import Server, open_server
 from engine.bench.workload import StreamTimes, Workload
+from engine.client.async_llm import AsyncLLM
 from engine.config import EngineConfig
 from engine.errors import Cause, EngineDeadError
 from engine.launch import open_engine
@@ -82,28 +88,59 @@ async def abort(config: EngineConfig, url: str | None, cuts: Cuts, input_len: in
 async def _add_releases(report: Report, config: EngineConfig, cuts: Cuts, input_len: int) -> None:
     """Add how long blocks are held once their streams, of which none ends before, were left; and how long a step is."""
     draw = random.Random(cuts.seed)
+    with tempfile.TemporaryDirectory() as folder:
+        async with open_engine(**msgspec.structs.asdict(config) | {"profile_dir": folder}) as llm:
+            await llm.start_profile()
+            left_s = [
+                await _release(llm, Workload(cuts.num_streams, input_len, 0, cuts.seed + index), draw)
+                for index in range(NUM_RELEASES)
+            ]
+            await llm.stop_profile()
+        seen_s, steps_s = _read_traces(Path(folder), cuts.num_streams // config.data_parallel_size)
+    step_s = float(np.median(steps_s))
+    report.add("left_to_free_p99_beyond_one_step", 1000 * (float(np.percentile(left_s, 99)) - step_s), "ms")
+    report.add("seen_to_free_p99_in_steps", float(np.percentile(seen_s, 99)) / step_s)
+    report.add_times("left_to_free", left_s)
+    report.add_times("seen_to_free", seen_s)
+    report.add_times("one_step", steps_s)
+
+
+async def _release(llm: AsyncLLM, workload: Workload, draw: random.Random) -> float:
+    """Leave all streams of `workload` at a drawn moment of a step; return the seconds until no block was in use."""
+    workload = workload._replace(output_len=llm.ready.max_model_len - workload.input_len)
+    async with AsyncExitStack() as streams:
+        for prompt in workload.prompts(llm.ready.vocab_size):
+            generating = llm.generate(prompt, workload.params(), cache_salt=secrets.token_hex(8))
+            stream = await streams.enter_async_context(generating)
+        await anext(stream)  # the last to come has begun: all decode
+        began_s, num_before = trio.current_time(), stream.usage.completion_tokens
+        while stream.usage.completion_tokens < num_before + NUM_TIMED_STEPS:
+            await anext(stream)
+        step_s = (trio.current_time() - began_s) / (stream.usage.completion_tokens - num_before)
+        await trio.sleep(draw.random() * step_s)
+        left_s = trio.current_time()
+    await llm.wait_for_stats(lambda stats: not (llm.num_live or stats.num_used_blocks))
+    return trio.current_time() - left_s
+
+
+def _read_traces(folder: Path, num_rows: int) -> tuple[list[float], list[float]]:
+    """Return from the engines' own traces the seconds from aborts to blocks free, and those of steps of `num_rows`."""
     free_s: list[float] = []
     steps_s: list[float] = []
-    async with open_engine(**msgspec.structs.asdict(config)) as llm:
-        for index in range(NUM_RELEASES):
-            workload = Workload(cuts.num_streams, input_len, llm.ready.max_model_len - input_len, cuts.seed + index)
-            async with AsyncExitStack() as streams:
-                for prompt in workload.prompts(llm.ready.vocab_size):
-                    generating = llm.generate(prompt, workload.params(), cache_salt=secrets.token_hex(8))
-                    stream = await streams.enter_async_context(generating)
-                await anext(stream)  # the last to come has begun: all decode
-                began_s, num_before = trio.current_time(), stream.usage.completion_tokens
-                while stream.usage.completion_tokens < num_before + NUM_TIMED_STEPS:
-                    await anext(stream)
-                num_steps = stream.usage.completion_tokens - num_before
-                steps_s.append((trio.current_time() - began_s) / num_steps)
-                await trio.sleep(draw.random() * steps_s[-1])
-            left_s = trio.current_time()
-            await llm.wait_for_stats(lambda stats: not (llm.num_live or stats.num_used_blocks))
-            free_s.append(trio.current_time() - left_s)
-    report.add("beyond_one_step_p99", 1000 * float(np.percentile(free_s, 99) - np.median(steps_s)), "ms")
-    report.add_times("blocks_free", free_s)
-    report.add_times("one_step", steps_s)
+    for path in folder.iterdir():
+        events = msgspec.json.decode(path.read_bytes())["traceEvents"]
+        steps = [event for event in events if event["tid"] == "steps"]
+        for step, following in pairwise(steps):
+            if step["args"] == following["args"] == {"num_requests": num_rows, "num_tokens": num_rows}:
+                steps_s.append((following["ts"] - step["ts"]) / 1e6)
+        aborted_at: float | None = None
+        for event in events:
+            if event["name"] == "abort" and aborted_at is None:
+                aborted_at = event["ts"]
+            elif event["name"] == "blocks" and event["args"]["num_used"] == 0 and aborted_at is not None:
+                free_s.append((event["ts"] - aborted_at) / 1e6)
+                aborted_at = None
+    return free_s, steps_s
 
 
 async def _cut_all(server: Server, workload: Workload, cuts: Cuts, draw: random.Random) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any, Protocol
 
 import trio
@@ -17,6 +18,7 @@ from engine.config import EngineConfig
 from engine.errors import Cause, EngineDeadError, UtilityError, UtilityTimeout
 from engine.outputs import RequestId
 from engine.protocol import (
+    MAX_STEPS_AHEAD,
     AbortReason,
     AbortRequest,
     ClientMessage,
@@ -29,10 +31,11 @@ from engine.protocol import (
     EngineStopped,
     SessionPart,
     Shutdown,
+    StepsRead,
     UtilityCall,
     UtilityResult,
 )
-from engine.verbs import STOPPING, Verb, value_of
+from engine.verbs import STOPPING, UNSENDABLE, Verb, value_of
 
 
 class Connection(Protocol):
@@ -67,6 +70,8 @@ class AsyncMPClient(EngineCoreClient):
         self.has_stopped = False
         self._connection = connection
         self._received: deque[EngineMessage] = deque()
+        self._told_step = 0
+        self._aborts: dict[AbortReason, list[RequestId]] = {}
         self._calls: dict[int, _Call] = {}
         self._num_calls = 0
         self._is_stopping = False
@@ -78,7 +83,7 @@ class AsyncMPClient(EngineCoreClient):
             raise self.death
         self._admit(request)
         try:
-            self._connection.send(request, self.ready.engine_index)
+            self._send(request)
         except BaseException:
             self._live.discard(request.request_id)  # nothing was sent, so no terminal output will come
             raise
@@ -91,10 +96,12 @@ class AsyncMPClient(EngineCoreClient):
             self._connection.send(part, self.ready.engine_index)
 
     def abort_requests(self, request_ids: Iterable[RequestId], reason: AbortReason) -> None:
-        """Send an abort for those of the ids that are live."""
+        """Send an abort for those of the ids that are live, in one message with all that are aborted at this moment."""
         live = [request_id for request_id in request_ids if request_id in self._live]
         if live and self.death is None:
-            self._connection.send(AbortRequest(live, reason), self.ready.engine_index)
+            if not self._aborts:
+                trio.lowlevel.current_trio_token().run_sync_soon(self._send_aborts)
+            self._aborts.setdefault(reason, []).extend(live)
 
     async def get_output(self) -> EngineCoreOutputs | None:
         """Wait for the next outputs; None once the engine has stopped as asked. For one task only.
@@ -122,6 +129,7 @@ class AsyncMPClient(EngineCoreClient):
         """
         match message:
             case EngineCoreOutputs():
+                self._tell_read(message.step)
                 self._settle(message)
                 self._answer(message.utility_results)
                 return message
@@ -155,7 +163,11 @@ class AsyncMPClient(EngineCoreClient):
         call_id = self._num_calls
         call = self._calls[call_id] = _Call(verb)
         try:
-            self._connection.send(UtilityCall(call_id, verb), self.ready.engine_index)
+            self._send(UtilityCall(call_id, verb))
+        except UNSENDABLE as error:
+            del self._calls[call_id]
+            raise UtilityError(type(verb).__name__, Cause.of(error)) from error
+        try:
             with trio.move_on_after(timeout_s):
                 await call.answered.wait()
         finally:
@@ -175,17 +187,35 @@ class AsyncMPClient(EngineCoreClient):
         """Take no verbs any more, and let what was accepted run, also where it is paused or asleep. Does not wait."""
         self._takes_nothing = True
         if self.death is None:
-            self._connection.send(Drain(), self.ready.engine_index)
+            self._send(Drain())
 
     def shutdown(self) -> None:
         """Ask the engine to stop; `get_output` returns None once it has. Does not wait."""
         self._is_stopping = self._takes_nothing = True
         if self.death is None:
-            self._connection.send(Shutdown(), self.ready.engine_index)
+            self._send(Shutdown())
 
     def name_engines(self, which: Callable[[AsyncMPClient], bool]) -> str:
         """Say for a message which engines `which` holds of."""
         return "the engine"
+
+    def _tell_read(self, step: int) -> None:
+        """Let the engine go on: its outputs are read up to this step."""
+        if step >= self._told_step + MAX_STEPS_AHEAD // 2:
+            self._told_step = step
+            self._connection.send(StepsRead(step), self.ready.engine_index)
+
+    def _send(self, message: ClientMessage) -> None:
+        """Send `message` after the aborts that were asked for before it."""
+        self._send_aborts()
+        self._connection.send(message, self.ready.engine_index)
+
+    def _send_aborts(self) -> None:
+        aborts, self._aborts = self._aborts, {}
+        if self.death is None:
+            with suppress(trio.ClosedResourceError):  # whoever opened the connection may have left it since
+                for reason, request_ids in aborts.items():
+                    self._connection.send(AbortRequest(request_ids, reason), self.ready.engine_index)
 
     def _answer(self, results: list[UtilityResult]) -> None:
         for result in results:

@@ -22,11 +22,12 @@ import shutil
 import threading
 import time
 
-from engine.bad_messages import report_bad_message
+from engine.bad_messages import refuse_bad_message
 from engine.client.interrupts import InterruptsHeld
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError
 from engine.handshake import (
+    MAX_RECEIVED,
     check_hello,
     death_of,
     engine_argv,
@@ -42,9 +43,6 @@ from transport.nonblocking_socket import CAN_RECEIVE, Context, NonblockingSocket
 from transport.spawn import returncode_of_zombie, start_child, write_to_stderr
 
 logger = logging.getLogger(__name__)
-
-MAX_RECEIVED = 256
-"""Messages taken in one go."""
 
 
 class BlockingConnection:
@@ -100,13 +98,17 @@ class BlockingConnection:
         return self._wait_for(self._pull, deadline_s)
 
     def take(self) -> list[EngineMessage]:
-        """Return the messages that wait, without waiting; they are gone from here."""
+        """Return the messages that wait, without waiting; they are gone from here.
+
+        Raises:
+            EngineDeadError: One of them cannot be read; those before it are lost with it.
+        """
         messages: list[EngineMessage] = []
         while len(messages) < MAX_RECEIVED and (frames := self._pull.take()) is not None:
             try:
                 messages.append(self._decoder.decode(frames))
             except DecodeError as error:
-                report_bad_message(error)
+                refuse_bad_message(error)
         return messages
 
     def wait_exit(self, timeout_s: float) -> None:

@@ -16,11 +16,12 @@ from engine.client.blocking_connection import BlockingConnection
 from engine.client.interrupts import InterruptsHeld
 from engine.client.synchronous import STOP_TIMEOUT_S, SynchronousClient
 from engine.config import EngineConfig
-from engine.errors import Cause, EngineDeadError, UtilityTimeout, startup_error
+from engine.errors import Cause, EngineDeadError, UtilityError, UtilityTimeout, startup_error
 from engine.executor.base import Progress
 from engine.handshake import TERM_GRACE_S
 from engine.outputs import RequestId
 from engine.protocol import (
+    MAX_STEPS_AHEAD,
     AbortReason,
     AbortRequest,
     Acknowledge,
@@ -33,10 +34,11 @@ from engine.protocol import (
     SessionPart,
     Shutdown,
     StartProgress,
+    StepsRead,
     UtilityCall,
     UtilityResult,
 )
-from engine.verbs import Verb, value_of
+from engine.verbs import UNSENDABLE, Verb, value_of
 
 
 class SyncMPClient(SynchronousClient):
@@ -54,6 +56,7 @@ class SyncMPClient(SynchronousClient):
         self._received: deque[EngineMessage] = deque()
         self._answers: dict[int, UtilityResult | None] = {}
         self._num_calls = 0
+        self._told_step = 0
         self._is_stopping = False
         try:
             connection.open(config)
@@ -100,8 +103,11 @@ class SyncMPClient(SynchronousClient):
         call_id = self._num_calls
         self._answers[call_id] = None
         try:
-            with InterruptsHeld():
-                self._connection.send(UtilityCall(call_id, verb))
+            try:
+                with InterruptsHeld():
+                    self._connection.send(UtilityCall(call_id, verb))
+            except UNSENDABLE as error:
+                raise UtilityError(type(verb).__name__, Cause.of(error)) from error
             while (result := self._answers[call_id]) is None:
                 if self.death is not None:
                     raise self.death
@@ -164,13 +170,12 @@ class SyncMPClient(SynchronousClient):
         try:
             if not self._received and not self._connection.wait(deadline_s):
                 return False
+            with InterruptsHeld():
+                self._received.extend(self._connection.take())
+                while self._received:
+                    self._take_in(self._received.popleft())
         except EngineDeadError as death:
             self._end(death)
-            return True
-        with InterruptsHeld():
-            self._received.extend(self._connection.take())
-            while self._received:
-                self._take_in(self._received.popleft())
         return True
 
     def _take_in(self, message: EngineMessage) -> None:
@@ -180,6 +185,9 @@ class SyncMPClient(SynchronousClient):
                     if result.call_id in self._answers:  # else nobody waits for it any more
                         self._answers[result.call_id] = result
                 self._outputs.append(message)
+                if message.step >= self._told_step + MAX_STEPS_AHEAD // 2:  # kept here, so as good as read
+                    self._told_step = message.step
+                    self._connection.send(StepsRead(message.step))
             case EngineStopped():
                 self._connection.send(Acknowledge())
                 self.has_stopped = self._is_stopping

@@ -50,6 +50,16 @@ def cache_folder() -> Path:
         raise ConfigError(f"no model cache can be placed ({error}): set METRONOME_CACHE to a folder") from error
 
 
+def own_torch_cache() -> None:
+    """Have what torch makes at its import of a compiler lie in our cache, where that can be, and not in /tmp."""
+    folder = cache_folder() / "torchinductor"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+
+
 def entry_name(name: str, digest: str) -> str:
     """Return the name of the entry of what comes from a file with this SHA-256 digest."""
     return f"{re.sub(r'[^A-Za-z0-9._-]', '_', name)}-{digest[:16]}-v{_CONVERSION}"

@@ -16,6 +16,7 @@ import torch
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError, ModelError, UnsupportedModel
 from engine.models.base import Model
+from engine.models.cache import own_torch_cache
 from engine.models.checkpoint import EMBEDDING, HEAD, read_config, stored_tensors
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
@@ -54,6 +55,7 @@ def choose(raw: dict[str, Any], folder: Path | None, progress: Callable[[int, in
     try:
         shape = decoder_config(raw)
     except ModelError as refusal:
+        own_torch_cache()
         from engine.models import transformers_loading
 
         with _adding(refusal), tempfile.TemporaryDirectory() as copied:  # transformers reads files alone
@@ -200,6 +202,7 @@ def _adding(refusal: ModelError) -> Iterator[None]:
 def _through_transformers(
     folder: Path, raw: dict[str, Any], config: EngineConfig, progress: Callable[[int, int], None]
 ) -> BuiltModel:
+    own_torch_cache()
     from engine.models import transformers_loading  # seconds to import, for the models that need it alone
 
     settings = transformers_loading.open_config(folder, raw)

@@ -1,4 +1,4 @@
-"""Texts on which tokenizers differ."""
+"""Faces of an engine to open, and texts on which tokenizers differ."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import unicodedata
 from collections.abc import Callable
 
 import pytest
+
+from tests.client.faces import FACES, Open
 
 SPECIAL = ["<|im_start|>", "<|im_end|>", "<|endoftext|>", "<repo_name>", "<file_sep>", "<|im_start", "im_end|>"]
 CODE = [
@@ -75,3 +77,19 @@ def drawn_texts(count: int, seed: int) -> list[str]:
                 return draw.choice(WORDS)
 
     return ["".join(piece() for _ in range(draw.randrange(0, 9))) for _ in range(count)]
+
+
+@pytest.fixture(params=FACES)
+def open_face(request: pytest.FixtureRequest) -> Open:
+    return FACES[request.param].open
+
+
+@pytest.fixture(params=[name for name, kind in FACES.items() if not kind.has_process])
+def open_here(request: pytest.FixtureRequest) -> Open:
+    """Opens the faces whose runner can be reached from the test."""
+    return FACES[request.param].open
+
+
+@pytest.fixture(params=[name for name, kind in FACES.items() if kind.has_process])
+def open_killable(request: pytest.FixtureRequest) -> Open:
+    return FACES[request.param].open

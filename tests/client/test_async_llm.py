@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 import trio
+import trio.testing
 
 import engine
 from engine.client.async_llm import AsyncLLM
-from engine.protocol import Resume
+from engine.protocol import AbortRequest, Resume, StepsRead, UtilityCall
 from engine.sampling_params import SamplingParams
 
 
@@ -120,3 +123,36 @@ async def test_a_request_that_cannot_be_sent_does_not_count_as_live(monkeypatch:
                 async with llm.generate([65]):
                     pass
         assert llm.num_live == 0
+
+
+class Recorded:
+    """A connection that also keeps what was sent."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self.sent: list[Any] = []
+
+    def send(self, message: Any, engine_index: int = 0) -> None:
+        self.sent.append(message)
+        self._connection.send(message, engine_index)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._connection, name)
+
+
+async def test_streams_that_are_left_at_one_moment_are_one_message_and_what_is_sent_later_comes_after_it() -> None:
+    params = SamplingParams(temperature=0, max_tokens=5000)
+    async with engine.open_engine("null", isolation="thread", null_step_ms=1) as llm:
+        connection = Recorded(llm._client._connection)
+        llm._client._connection = connection
+        async with contextlib.AsyncExitStack() as streams:
+            for index in range(8):
+                await streams.enter_async_context(llm.generate([65 + index], params))
+        await trio.testing.wait_all_tasks_blocked()
+        (abort,) = (message for message in connection.sent if isinstance(message, AbortRequest))
+        assert len(abort.request_ids) == 8
+        async with llm.generate([65], params):
+            pass
+        assert await llm.reset_prefix_cache() in (True, False)
+        kinds = [type(message) for message in connection.sent if not isinstance(message, StepsRead)]
+        assert kinds[-2:] == [AbortRequest, UtilityCall]

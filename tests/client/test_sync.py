@@ -12,6 +12,7 @@ import sys
 import tempfile
 import textwrap
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +25,15 @@ from engine.client.sync import SyncMPClient
 from engine.config import EngineConfig
 from engine.errors import ConfigError, EngineDeadError, QueueFull, UtilityTimeout
 from engine.outputs import FinishReason, RequestId
-from engine.protocol import AbortReason, EngineCoreOutputs, EngineCoreRequest, Pause, PauseMode, ResetPrefixCache
+from engine.protocol import (
+    MAX_STEPS_AHEAD,
+    AbortReason,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    Pause,
+    PauseMode,
+    ResetPrefixCache,
+)
 from engine.sampling_params import SamplingParams
 from engine.testing import expected_tokens
 from tests.interrupts import InterruptAt, alarm, interrupt_after, kill_after
@@ -85,6 +94,17 @@ def engine_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], lis
 
 
 # -- start and end ---------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_whose_caller_does_other_things_holds_still_and_lives() -> None:
+    with make_client(step_timeout=0.2) as client:
+        asked = request([65], SamplingParams(temperature=0, max_tokens=4000))
+        client.add_request(asked)
+        time.sleep(0.5)
+        messages = [client.get_output()]
+        assert len(client._outputs) <= MAX_STEPS_AHEAD + 1  # and one of the request's arrival
+        read_to_the_end(client, messages)
+        assert tokens_of(messages, asked.request_id) == expected_tokens([65], asked.sampling_params, 4000)
 
 
 def test_it_starts_answers_and_leaves_no_descriptor_no_folder_and_no_thread(

@@ -11,13 +11,13 @@ from fuzz.lifecycle import Case, play
 pytestmark = pytest.mark.slow
 
 CASES = [
-    Case("server", "decode", "engine", "KILL", num_streams=4, after_s=0.2, between_s=0.0),
-    Case("server", "stop", "all", "TERM TERM", num_streams=4, after_s=0.2, between_s=0.05),
-    Case("server", "prefill", "engine", "STOP CONT", num_streams=4, after_s=0.5, between_s=0.2),
-    Case("owner", "decode", "engine", "KILL", num_streams=4, after_s=0.9, between_s=0.0),
-    Case("owner", "prefill", "front", "KILL", num_streams=4, after_s=0.2, between_s=0.0),
-    Case("owner", "stop", "engine", "TERM", num_streams=4, after_s=0.2, between_s=0.0),
-    Case("owner", "stop", "front", "INT", num_streams=4, after_s=0.2, between_s=0.0),
+    Case("server", "decode", "engine", "KILL", num_engines=1, num_streams=4, after_s=0.2, between_s=0.0),
+    Case("server", "stop", "all", "TERM TERM", num_engines=2, num_streams=4, after_s=0.2, between_s=0.05),
+    Case("server", "prefill", "engine", "STOP CONT", num_engines=1, num_streams=4, after_s=0.5, between_s=0.2),
+    Case("owner", "decode", "engine", "KILL", num_engines=2, num_streams=4, after_s=0.9, between_s=0.0),
+    Case("owner", "prefill", "front", "KILL", num_engines=1, num_streams=4, after_s=0.2, between_s=0.0),
+    Case("owner", "stop", "engine", "TERM", num_engines=1, num_streams=4, after_s=0.2, between_s=0.0),
+    Case("owner", "stop", "front", "INT", num_engines=1, num_streams=4, after_s=0.2, between_s=0.0),
 ]
 
 

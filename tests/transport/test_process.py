@@ -59,6 +59,18 @@ class Watched:
         os.close(self.pidfd)
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+async def test_a_child_that_is_asked_what_it_does_before_its_first_line_lives(number):
+    code = f"{GUARD} import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []), flush=True)"
+    lines = Lines()
+    with trio.fail_after(10):
+        async with open_child("engine-0", python(code), on_stderr_line=lines) as child:
+            child.signal(number)
+            assert await child.wait() == 0
+            assert await lines.next() == "set()"
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {number}
+
+
 async def test_a_child_that_ends_by_itself_tells_every_waiter_its_status_and_last_words():
     code = "import sys; print('on stdout', flush=True); print('last words', file=sys.stderr); sys.exit(3)"
     lines = Lines()

@@ -99,6 +99,20 @@ async def test_request_whose_prompt_is_still_read_when_the_stop_comes_is_told_so
         assert b"the server is stopping" in received
 
 
+@pytest.mark.parametrize("drain_s", [0, 5])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/abort_requests", "/pause"])
+async def test_request_whose_body_still_arrives_when_the_stop_comes_is_told_so(open_served, path, drain_s):
+    config = ServeConfig(port=0, enable_operations=True)
+    async with open_served(drain_s=drain_s, serve_config=config) as served, await served.connect() as stream:
+        head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{{"
+        await stream.send_all(head.encode())
+        await trio.testing.wait_all_tasks_blocked(0.02)
+        served.stop.set()
+        received = await read_to_end(stream)
+        assert received.startswith(b"HTTP/1.1 503")
+        assert b"the server is stopping" in received
+
+
 async def test_drain_that_takes_too_long_ends_in_aborts(open_served):
     async with open_served(drain_s=0.05, null_step_ms=5) as served, await served.open_stream(max_tokens=3000) as stream:
         await served.wait_counts(lambda running, waiting, used: running == 1)
