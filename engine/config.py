@@ -19,9 +19,12 @@ from engine.models import DEFAULT, NULL_MODEL
 Device = str
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+Quantization = Literal["none", "int8", "int4"]
+HeadQuantization = Literal["auto", "none", "int8", "int4"]
+KVCacheDtype = Literal["auto", "float32", "bfloat16", "int8"]
+Kernels = Literal["auto", "compiled", "torch"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "pythonic", "none"]
 ReasoningParser = Literal["auto", "think", "none"]
-Quantization = Literal["none"]
 ModelImpl = Literal["auto", "own", "transformers"]
 
 
@@ -64,7 +67,20 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
         ModelImpl,
         Meta(description="auto takes our own model code where it can, else transformers', checked"),
     ] = "auto"
-    quantization: Annotated[Quantization, Meta(description="storage form of the linear layers")] = "none"
+    quantization: Annotated[
+        Quantization, Meta(description="storage form of the linear layers; none: that of the weights")
+    ] = "none"
+    head_quantization: Annotated[
+        HeadQuantization, Meta(description="storage form of the head; auto: int8 where the layers are quantized")
+    ] = "auto"
+    kv_cache_dtype: Annotated[
+        KVCacheDtype,
+        Meta(description="keys and values; auto takes what the weights have, or int8 where they are quantized"),
+    ] = "auto"
+    kernels: Annotated[
+        Kernels,
+        Meta(description="what our own model code runs on: operations in C, compiled at first use, or torch's"),
+    ] = "auto"
     device: Annotated[Device, Meta(description="auto, cpu or cuda:N")] = "auto"
     max_model_len: (
         Annotated[
@@ -138,6 +154,9 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
         ]
         | None
     ) = None
+    spin: Annotated[
+        float, Meta(description="microseconds that a thread of a step waits awake for the others", ge=0, le=1e6)
+    ] = 50.0
     null_step_ms: Annotated[
         float, Meta(description="time a step of the null model takes, in milliseconds", ge=0, le=60000)
     ] = 0.0
@@ -192,6 +211,12 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
             raise ConfigError(f"--model-impl {self.model_impl}: the model {NULL_MODEL} has one implementation")
         if self.model == NULL_MODEL and self.dtype != "auto":
             raise ConfigError(f"--dtype {self.dtype}: the model {NULL_MODEL} has no weights; leave --dtype out")
+        if self.model == NULL_MODEL and {self.quantization, self.head_quantization} - {"none", "auto"}:
+            raise ConfigError(f"--quantization: the model {NULL_MODEL} has no weights; leave it out")
+        if self.quantization != "none" and self.kernels == "torch":
+            raise ConfigError(
+                f"--quantization {self.quantization} needs the operations in C: leave --kernels torch out, or the first"
+            )
         if self.trust_remote_code:
             raise ConfigError(
                 "--trust-remote-code: code that comes with a model is never executed here; leave the flag out, and "

@@ -51,16 +51,29 @@ class AttentionBatch:
     requests: Sequence[RequestRows]
 
 
-class AttentionBackend(Protocol):
-    """Attention over pages."""
+class AttentionPages(Protocol):
+    """Pages and what is laid out for them once a step: what the model runner needs of a backend."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Memory of the pages; 0 once they are released."""
+        ...
+
+    def release_pages(self) -> None:
+        """Give the pages' memory back; nothing can be attended to any more."""
+        ...
 
     def clear_null_block(self) -> None:
         """Make the null block's pages zero, after a step that wrote there: masked keys may be read from it."""
         ...
 
     def prepare(self, batch: AttentionBatch) -> Any:
-        """Compute once a step what all its layers need; the result is what `attend` takes as `batch`."""
+        """Compute once a step what all its layers need; the result is what the model's `forward` takes as `batch`."""
         ...
+
+
+class AttentionBackend(AttentionPages, Protocol):
+    """Attention over pages, called by each layer."""
 
     def attend(
         self,

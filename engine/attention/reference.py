@@ -108,13 +108,18 @@ class ReferenceAttention:
         self._score_size = num_heads * self._tile_positions
         self._key_size = spec.num_kv_heads * spec.head_dim
 
+    @property
+    def size_bytes(self) -> int:
+        """See `AttentionPages.size_bytes`."""
+        return sum(pages.nbytes for pages in (*self.key_pages, *self.value_pages))
+
     def clear_null_block(self) -> None:
-        """See `AttentionBackend.clear_null_block`."""
+        """See `AttentionPages.clear_null_block`."""
         for pages in (*self.key_pages, *self.value_pages):
             pages[NULL_BLOCK] = 0
 
     def release_pages(self) -> None:
-        """Give the pages' memory back; nothing can be attended to any more."""
+        """See `AttentionPages.release_pages`."""
         self.key_pages.clear()
         self.value_pages.clear()
         self._rooms.clear()

@@ -35,6 +35,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
         num_kv_heads: K/V heads a layer.
         head_dim: Numbers a head.
         item_size_bytes: Bytes a number.
+        scale_size_bytes: Bytes beside the numbers of one head's key, and of its value.
         windows: For each layer the positions it sees, None for all; empty where all layers see all.
         is_causal: Whether a token sees only what stands before it.
     """
@@ -43,6 +44,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
     num_kv_heads: int
     head_dim: int
     item_size_bytes: int
+    scale_size_bytes: int = 0
     windows: tuple[int | None, ...] = ()
     is_causal: bool = True
 
@@ -53,7 +55,7 @@ class KVCacheSpec(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def _layer_token_size_bytes(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * self.item_size_bytes
+        return 2 * self.num_kv_heads * (self.head_dim * self.item_size_bytes + self.scale_size_bytes)
 
     def groups(self, max_model_len: int) -> tuple[KVCacheGroup, ...]:
         """Return the groups, those that see all positions first; a window of `max_model_len` or more sees all."""

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from engine.attention.reference import ReferenceAttention
+from engine.attention.base import AttentionPages
 from engine.config import EngineConfig
 from engine.errors import Cause
 from engine.kv_cache.spec import NULL_BLOCK, KVCacheSpec, choose_num_kv_blocks, num_blocks_for
@@ -74,7 +74,7 @@ class ModelRunner:
         logits_processors: Those of the program that has the engine in its own thread; set by `LLMEngine`.
     """
 
-    attention: ReferenceAttention
+    attention: AttentionPages
     capacity: Capacity
 
     def __init__(self, config: EngineConfig, folder: Path) -> None:
@@ -85,7 +85,7 @@ class ModelRunner:
         self._executed: deque[_Executed] = deque()
         self._late_tokens = LateTokens(MAX_CONCURRENT_PLANS)
         self._model: Model | None = None
-        self._make_attention: Callable[[], ReferenceAttention]
+        self._make_attention: Callable[[], AttentionPages]
 
     @torch.inference_mode()
     def start(self, progress: Callable[[str, int, int], None]) -> Capacity:
@@ -108,11 +108,12 @@ class ModelRunner:
         available = available_memory_bytes() // num_engines
         own = own_shape(self._folder, self._config)
         logger.info("%s needs %s", self._folder, refuse_what_cannot_fit(self._folder, self._config, available, own))
-        self._model, max_model_len, dtype = build_model(self._folder, self._config, partial(progress, "weights"))
+        built = build_model(self._folder, self._config, partial(progress, "weights"))
+        self._model, max_model_len, dtype = built.model, built.max_model_len, built.dtype
         self._dtype = dtype
         shape = self._model.config
         progress("kv_specs", 0, 1)
-        spec = _kv_cache_spec(shape, dtype)
+        spec = _kv_cache_spec(shape, built.kv_dtype)
         progress("profile", 0, 1)
         groups = spec.groups(max_model_len)
         available = available_memory_bytes()
@@ -121,7 +122,9 @@ class ModelRunner:
         )
         progress("kv_pages", 0, 1)
         block_size = self._config.block_size
-        self._make_attention = partial(ReferenceAttention, spec, groups, shape.num_heads, num_blocks, block_size, dtype)
+        self._make_attention = partial(
+            built.make_pages, spec, groups, shape.num_heads, num_blocks, block_size, built.kv_dtype
+        )
         self.attention = self._make_attention()
         self._model.use_attention(self.attention)
         progress("warm_up", 0, 1)
@@ -156,7 +159,7 @@ class ModelRunner:
         if SleepTag.WEIGHTS in tags and self._model is None:
             self._model = build_model(self._folder, self._config, _ignore_progress).model
             self._model.use_attention(self.attention)
-        if SleepTag.KV_CACHE in tags and not self.attention.key_pages:
+        if SleepTag.KV_CACHE in tags and not self.attention.size_bytes:
             self.attention = self._make_attention()
             if self._model is not None:
                 self._model.use_attention(self.attention)
@@ -167,10 +170,9 @@ class ModelRunner:
 
     def memory(self) -> dict[str, int]:
         """Return the bytes held now, by what holds them; the weights by their number and type, packed or not."""
-        pages = sum(page.nbytes for page in (*self.attention.key_pages, *self.attention.value_pages))
         stored = {tensor.name: math.prod(tensor.shape) for tensor in stored_tensors(self._folder)}
         weights = 0 if self._model is None else self._dtype.itemsize * sum(stored.values())
-        return {"kv_cache": pages, "weights": weights, "process": held_memory_bytes()}
+        return {"kv_cache": self.attention.size_bytes, "weights": weights, "process": held_memory_bytes()}
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> None:
@@ -283,6 +285,7 @@ def _kv_cache_spec(shape: ModelShape, dtype: torch.dtype) -> KVCacheSpec:
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         item_size_bytes=dtype.itemsize,
+        scale_size_bytes=4 if dtype == torch.int8 else 0,
         windows=shape.windows,
     )
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from engine.attention.base import AttentionBackend
+from engine.attention.base import AttentionPages
+from engine.attention.reference import ReferenceAttention
 
 
 class ModelShape(Protocol):
@@ -42,14 +44,14 @@ class ModelShape(Protocol):
 
 
 class Model(Protocol):
-    """A causal language model with its weights. Its layers call the backend of `use_attention` once each, in order."""
+    """A causal language model with its weights."""
 
     @property
     def config(self) -> ModelShape:
         """Its shape."""
 
-    def use_attention(self, backend: AttentionBackend) -> None:
-        """Attend through `backend` from now on; the model does not own it."""
+    def use_attention(self, pages: Any) -> None:
+        """Attend to `pages` from now on, of the kind that was chosen with the model, which does not own them."""
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
         """Run the layers over rows of any requests, `[num_rows]` each; returns `[num_rows, hidden_size]`.
@@ -59,3 +61,16 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the scores of all tokens, float32 `[n, vocab_size]`, of rows that `forward` gave, n at least 1."""
+
+
+class BuiltModel(NamedTuple):
+    """A model with its weights, for contexts of up to `max_model_len` tokens; weights are of `dtype`.
+
+    `make_pages(spec, groups, num_heads, num_blocks, block_size, kv_dtype)` allocates the pages that it attends to.
+    """
+
+    model: Model
+    max_model_len: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    make_pages: Callable[..., AttentionPages] = ReferenceAttention

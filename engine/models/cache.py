@@ -31,6 +31,8 @@ from engine.models.fetch import Wait, run
 
 logger = logging.getLogger(__name__)
 
+GGUF_FILE = "model.gguf"
+"""In a converted model's folder the file that it was converted from."""
 _CONVERSION = 3
 """Raised whenever convert.py writes something else for the same file: old entries are then no longer found."""
 

@@ -51,11 +51,9 @@ class Decoder:
         """
         self.config = config
         self._embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
-        self._embedding_scale = config.embedding_multiplier
-        if config.traits.scales_embedding:
-            self._embedding_scale *= torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
-        self._layers = [_Layer(config, index, dtype) for index in range(config.num_layers)]
-        self._norm = _Norm(config.hidden_size, config, dtype)
+        self._embedding_scale = embedding_scale(config, dtype)
+        self._layers = [Layer(config, index, dtype) for index in range(config.num_layers)]
+        self._norm = Norm(config.hidden_size, config, dtype)
         self._head = Linear(self._embedding if config.ties_embeddings else torch.empty_like(self._embedding))
         self._rotaries = {rope: RotaryEmbedding(rope, max_model_len, dtype) for rope in set(config.ropes) if rope}
         self._attention: AttentionBackend | None = None
@@ -127,7 +125,14 @@ class Decoder:
         return rotations
 
 
-class _Layer:
+def embedding_scale(config: DecoderConfig, dtype: torch.dtype) -> float:
+    """Return what embedded tokens are multiplied by."""
+    if not config.traits.scales_embedding:
+        return config.embedding_multiplier
+    return config.embedding_multiplier * torch.tensor(config.hidden_size**0.5, dtype=dtype, device="cpu").item()
+
+
+class Layer:
     """Attention and MLP, each with its norms and added to what came in."""
 
     def __init__(self, config: DecoderConfig, index: int, dtype: torch.dtype) -> None:
@@ -135,13 +140,13 @@ class _Layer:
         hidden, experts = config.hidden_size, config.experts[index]
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self._sizes = [queries, keys, keys]
-        self._qkv = Linear.empty(hidden, sum(self._sizes), bias=config.has_qkv_bias, dtype=dtype)
-        self._output = Linear.empty(queries, hidden, bias=config.has_output_bias, dtype=dtype)
-        self._mlp: DenseMlp | Experts
+        self.qkv = Linear.empty(hidden, sum(self._sizes), bias=config.has_qkv_bias, dtype=dtype)
+        self.output = Linear.empty(queries, hidden, bias=config.has_output_bias, dtype=dtype)
+        self.mlp: DenseMlp | Experts
         if experts is not None and traits.experts is not None:
-            self._mlp = Experts(experts, traits.experts, hidden, config.activation, dtype)
+            self.mlp = Experts(experts, traits.experts, hidden, config.activation, dtype)
         else:
-            self._mlp = DenseMlp(
+            self.mlp = DenseMlp(
                 hidden,
                 config.intermediate_size,
                 config.activation,
@@ -149,34 +154,36 @@ class _Layer:
                 fused=traits.fuses_tensors,
                 dtype=dtype,
             )
-        self._norms = {name: _Norm(hidden, config, dtype) for name in NORM_NAMES[traits.norm_places] if name}
-        self._head_norms: dict[str, _Norm] = {}
+        self.norms = {name: Norm(hidden, config, dtype) for name in NORM_NAMES[traits.norm_places] if name}
+        self.head_norms: dict[str, Norm] = {}
         if traits.qk_norm != "none":
             widths = (queries, keys) if traits.qk_norm == "width" else (config.head_dim, config.head_dim)
-            self._head_norms = {
-                name: _Norm(width, config, dtype) for name, width in zip(("q_norm", "k_norm"), widths, strict=True)
+            self.head_norms = {
+                name: Norm(width, config, dtype) for name, width in zip(("q_norm", "k_norm"), widths, strict=True)
             }
 
     def destinations(self) -> dict[str, torch.Tensor]:
-        tensors = {f"{name}.weight": norm.weight for name, norm in self._norms.items()}
-        tensors |= {f"self_attn.{name}.weight": norm.weight for name, norm in self._head_norms.items()}
+        """Name every tensor below the layer and the view it is to be copied into; valid until `pack`."""
+        tensors = {f"{name}.weight": norm.weight for name, norm in self.norms.items()}
+        tensors |= {f"self_attn.{name}.weight": norm.weight for name, norm in self.head_norms.items()}
         if self._config.traits.fuses_tensors:
-            tensors |= self._qkv.parts(["self_attn.qkv_proj"])
+            tensors |= self.qkv.parts(["self_attn.qkv_proj"])
         else:
-            tensors |= self._qkv.parts([f"self_attn.{letter}_proj" for letter in "qkv"], self._sizes)
-        return tensors | self._output.parts(["self_attn.o_proj"]) | self._mlp.destinations()
+            tensors |= self.qkv.parts([f"self_attn.{letter}_proj" for letter in "qkv"], self._sizes)
+        return tensors | self.output.parts(["self_attn.o_proj"]) | self.mlp.destinations()
 
     def pack(self) -> None:
-        for part in (self._qkv, self._output, self._mlp, *self._norms.values(), *self._head_norms.values()):
+        """Bring the filled weights into the order the products want; call once."""
+        for part in (self.qkv, self.output, self.mlp, *self.norms.values(), *self.head_norms.values()):
             part.pack()
 
     def project(self, hidden: torch.Tensor, rotation: Rotation | None) -> torch.Tensor:
         """Return a tile's queries, keys (both rotated) and values, `[ROW_TILE, heads + 2 · K/V heads, head_dim]`."""
         config = self._config
-        qkv = self._qkv(self._normalized(0, hidden))
-        if self._head_norms:
+        qkv = self.qkv(self._normalized(0, hidden))
+        if self.head_norms:
             queries, keys, values = torch.split(qkv, self._sizes, dim=-1)
-            qkv = torch.cat((self._head_norms["q_norm"](queries), self._head_norms["k_norm"](keys), values), dim=-1)
+            qkv = torch.cat((self.head_norms["q_norm"](queries), self.head_norms["k_norm"](keys), values), dim=-1)
         heads = qkv.view(len(hidden), -1, config.head_dim)
         if rotation is None:
             return heads
@@ -187,8 +194,8 @@ class _Layer:
         self, tiles: Sequence[torch.Tensor], attended: Sequence[torch.Tensor], num_rows: int
     ) -> list[torch.Tensor]:
         """Add attention's output and the MLP's to tiles `[ROW_TILE, hidden_size]`; `num_rows` rows of them count."""
-        tiles = self._added(tiles, 1, [self._output(tile) for tile in attended])
-        return self._added(tiles, 3, self._mlp([self._normalized(2, tile) for tile in tiles], num_rows))
+        tiles = self._added(tiles, 1, [self.output(tile) for tile in attended])
+        return self._added(tiles, 3, self.mlp([self._normalized(2, tile) for tile in tiles], num_rows))
 
     def _added(self, tiles: Sequence[torch.Tensor], place: int, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         outputs = [self._normalized(place, output) for output in outputs]
@@ -198,10 +205,10 @@ class _Layer:
 
     def _normalized(self, place: int, tile: torch.Tensor) -> torch.Tensor:
         name = NORM_NAMES[self._config.traits.norm_places][place]
-        return self._norms[name](tile) if name else tile
+        return self.norms[name](tile) if name else tile
 
 
-class _Norm:
+class Norm:
     """Divide groups of numbers by their root mean square (computed in float32), times a weight.
 
     A row may hold several groups of the weight's size, as queries hold heads.
@@ -218,6 +225,7 @@ class _Norm:
             self.weight = 1 + self.weight.float()
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return `rows`, each group of the weight's size divided and multiplied, in their own type."""
         wide = rows.float().view(*rows.shape[:-1], -1, len(self.weight))
         wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self._eps)
         if self._kind == "narrow":

@@ -8,6 +8,7 @@ within what is then left, by `kv_cache.spec.choose_num_kv_blocks`.
 
 from __future__ import annotations
 
+import math
 import re
 from bisect import bisect_right
 from pathlib import Path
@@ -121,15 +122,16 @@ def estimate_memory(folder: Path, config: EngineConfig, available_bytes: int, ow
     tensors = _read_tensors(list(stored_tensors(folder)), raw, own)
     weights_bytes = loading_bytes = 0
     for tensor in tensors:
-        size_bytes = _size_bytes(tensor, item_size_bytes)
+        size_bytes = _held_bytes(tensor, config, item_size_bytes)
         weights_bytes += size_bytes
         loading_bytes = max(loading_bytes, tensor.size_bytes if size_bytes != tensor.size_bytes else 0)
     if own is not None and own.ties_embeddings:
         heads = [tensor for tensor in tensors if tensor.name in (EMBEDDING, HEAD)]
-        weights_bytes += _size_bytes(heads[0], item_size_bytes) if len(heads) == 1 else 0
+        weights_bytes += _held_bytes(heads[0]._replace(name=HEAD), config, item_size_bytes) if len(heads) == 1 else 0
     max_model_len = config.max_model_len or _number(raw, "max_position_embeddings", "n_positions", "max_seq_len") or 0
     logits_bytes = config.max_num_seqs * (_number(raw, "vocab_size") or 0) * 4
-    spec = _own_spec(own, item_size_bytes or 2) if own is not None else _spec(raw, tensors, item_size_bytes or 2)
+    kv_item_bytes = _kv_item_bytes(config, item_size_bytes or 2)
+    spec = _own_spec(own, kv_item_bytes) if own is not None else _spec(raw, tensors, kv_item_bytes)
 
     def kv_bytes(num_tokens: int) -> int:
         return _kv_bytes(spec, num_tokens, config) if spec is not None and num_tokens else 0
@@ -203,6 +205,22 @@ def _kv_bytes(spec: KVCacheSpec, num_tokens: int, config: EngineConfig) -> int:
     groups = spec.groups(num_tokens)
     num_blocks = max_blocks_for(groups, num_tokens, config.block_size, config.max_num_batched_tokens)
     return num_blocks * spec.block_size_bytes(groups, config.block_size)
+
+
+def _held_bytes(tensor: StoredTensor, config: EngineConfig, item_size_bytes: int) -> int:
+    """Return what `tensor` takes once it is loaded: at least, for scales are left out."""
+    form = config.head_quantization if tensor.name == HEAD else config.quantization
+    if form == "auto":
+        form = "none" if config.quantization == "none" else "int8"
+    if form == "none" or tensor.name == EMBEDDING or len(tensor.shape) < 2:
+        return _size_bytes(tensor, item_size_bytes)
+    return math.prod(tensor.shape) // (1 if form == "int8" else 2)
+
+
+def _kv_item_bytes(config: EngineConfig, item_size_bytes: int) -> int:
+    if config.kv_cache_dtype == "int8" or (config.kv_cache_dtype == "auto" and config.quantization != "none"):
+        return 1
+    return ITEM_SIZES_BYTES.get(config.kv_cache_dtype, item_size_bytes)
 
 
 def _own_spec(own: OwnShape, item_size_bytes: int) -> KVCacheSpec:

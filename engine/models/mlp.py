@@ -34,21 +34,21 @@ class DenseMlp:
         self._inner_size = inner_size
         self._activation = ACTIVATIONS[activation]
         self._names = ("gate_up_proj",) if fused else ("gate_proj", "up_proj")
-        self._gate_up = Linear.empty(hidden_size, 2 * inner_size, bias=bias, dtype=dtype)
-        self._down = Linear.empty(inner_size, hidden_size, bias=bias, dtype=dtype)
+        self.gate_up = Linear.empty(hidden_size, 2 * inner_size, bias=bias, dtype=dtype)
+        self.down = Linear.empty(inner_size, hidden_size, bias=bias, dtype=dtype)
 
     def destinations(self) -> dict[str, torch.Tensor]:
         """Name every tensor below the layer and the view it is to be copied into."""
-        return self._gate_up.parts(f"mlp.{name}" for name in self._names) | self._down.parts(["mlp.down_proj"])
+        return self.gate_up.parts(f"mlp.{name}" for name in self._names) | self.down.parts(["mlp.down_proj"])
 
     def pack(self) -> None:
         """Bring the filled weights into the order the products want; call once."""
-        self._gate_up.pack()
-        self._down.pack()
+        self.gate_up.pack()
+        self.down.pack()
 
     def __call__(self, tiles: Sequence[torch.Tensor], num_rows: int) -> list[torch.Tensor]:
         """Map tiles `[ROW_TILE, hidden_size]` to tiles of the same shape."""
-        return [self._down(gated(self._gate_up(tile), self._activation)) for tile in tiles]
+        return [self.down(gated(self.gate_up(tile), self._activation)) for tile in tiles]
 
 
 class Experts:

@@ -15,9 +15,10 @@ import torch
 
 from engine.config import EngineConfig
 from engine.errors import CheckpointError, ConfigError, ModelError, UnsupportedModel
-from engine.models.base import Model
+from engine.models.base import BuiltModel
 from engine.models.cache import own_torch_cache
 from engine.models.checkpoint import EMBEDDING, HEAD, read_config, stored_tensors
+from engine.models.compiled_loading import load_compiled
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families import DECODERS
@@ -147,14 +148,6 @@ def own_shape(folder: Path, config: EngineConfig) -> DecoderConfig | None:
         return None
 
 
-class BuiltModel(NamedTuple):
-    """A model with its weights, for contexts of up to `max_model_len` tokens; weights and K/V are of `dtype`."""
-
-    model: Model
-    max_model_len: int
-    dtype: torch.dtype
-
-
 def build_model(folder: Path, config: EngineConfig, progress: Callable[[int, int], None]) -> BuiltModel:
     """Load the model of `folder` with the implementation that `config.model_impl` allows.
 
@@ -184,10 +177,28 @@ def build_model(folder: Path, config: EngineConfig, progress: Callable[[int, int
     if shape.ties_embeddings and stores_other_head(folder, dtype):
         logger.warning("%s ties head and embedding, but both are stored and differ: they are not tied", folder)
         shape = dataclasses.replace(shape, ties_embeddings=False)
+    compiled = load_compiled(folder, shape, config, max_model_len, dtype, progress)
+    if compiled is not None:
+        return compiled
+    _refuse_other_pages(config, dtype)
     decoder = Decoder(shape, max_model_len, dtype)
     load_weights(folder, _destinations(folder, decoder), progress)
     decoder.pack()
-    return BuiltModel(decoder, max_model_len, dtype)
+    return BuiltModel(decoder, max_model_len, dtype, dtype)
+
+
+def _refuse_other_pages(config: EngineConfig, dtype: torch.dtype) -> None:
+    """Raise ConfigError if something is asked for that only the operations in C have."""
+    own = str(dtype).removeprefix("torch.")
+    if config.kv_cache_dtype not in ("auto", own):
+        raise ConfigError(
+            f"--kv-cache-dtype {config.kv_cache_dtype}: on torch's operations keys and values are of the weights' "
+            f"type, {own}: leave it out"
+        )
+    if config.head_quantization not in ("auto", "none"):
+        raise ConfigError(f"--head-quantization {config.head_quantization} needs the operations in C: leave it out")
+    if config.quantization != "none":
+        raise ConfigError(f"--quantization {config.quantization}: only our own decoder can be quantized: leave it out")
 
 
 @contextlib.contextmanager
@@ -208,8 +219,9 @@ def _through_transformers(
     settings = transformers_loading.open_config(folder, raw)
     max_model_len = _max_model_len(config, transformers_loading.max_positions(settings), folder)
     dtype = resolve_dtype(config.dtype, raw, folder)
+    _refuse_other_pages(config, dtype)
     model = transformers_loading.load(folder, settings, max_model_len, dtype, progress)
-    return BuiltModel(model, max_model_len, dtype)
+    return BuiltModel(model, max_model_len, dtype, dtype)
 
 
 def _max_model_len(config: EngineConfig, max_positions: int | None, folder: Path) -> int:

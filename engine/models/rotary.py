@@ -87,12 +87,12 @@ class RotaryEmbedding:
         """
         positions = torch.arange(max_positions, dtype=torch.float32)
         angles = positions[:, None] * inverse_frequencies(config, max_positions)
-        self._cos = (angles.cos() * config.scaling.amplitude).to(dtype)
-        self._sin = (angles.sin() * config.scaling.amplitude).to(dtype)
+        self.cos = (angles.cos() * config.scaling.amplitude).to(dtype)
+        self.sin = (angles.sin() * config.scaling.amplitude).to(dtype)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cosines and signed sines of `positions [n]`, each `[n, 1, dim]`."""
-        cos, sin = self._cos[positions], self._sin[positions]
+        cos, sin = self.cos[positions], self.sin[positions]
         return torch.cat((cos, cos), dim=-1)[:, None], torch.cat((-sin, sin), dim=-1)[:, None]
 
 

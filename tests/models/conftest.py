@@ -141,17 +141,19 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-MakeCheckpoint = Callable[[str], tuple[Path, Any]]
+MakeCheckpoint = Callable[..., tuple[Path, Any]]
 
 
 @pytest.fixture(scope="session")
 def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
-    """Return a function from family to (folder with a float32 checkpoint, the same model in transformers)."""
+    """Return a function from (family, changes) to (folder with a float32 checkpoint, the model in transformers)."""
     made: dict[str, tuple[Path, Any]] = {}
 
-    def make(family: str) -> tuple[Path, Any]:
-        if family not in made:
+    def make(family: str, **more: Any) -> tuple[Path, Any]:
+        key = repr((family, more))
+        if key not in made:
             name, changes = FAMILIES[family]
+            changes = changes | more
             config = getattr(transformers, f"{name}Config")(**(BASE | changes))
             config._attn_implementation = config._experts_implementation = "eager"
             torch.manual_seed(sorted(FAMILIES).index(family))
@@ -162,8 +164,8 @@ def make_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> MakeCheckpoint:
                     parameter.normal_(float(is_norm), 0.3 if is_norm or parameter_name.endswith("bias") else 0.15)
             folder = tmp_path_factory.mktemp("checkpoint")
             model.save_pretrained(folder)
-            made[family] = folder, model
-        return made[family]
+            made[key] = folder, model
+        return made[key]
 
     return make
 

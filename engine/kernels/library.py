@@ -1,0 +1,130 @@
+"""Compiles the operations for this CPU at first use and loads them.
+
+The library lies in the cache under the digest of source, compiler and flags, so it is made once; a build is renamed
+into place whole. `Variant` says for which instructions: the best that the CPU has, or less, for the tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Sequence
+from functools import cache
+from importlib import resources
+from pathlib import Path
+
+from engine.models.cache import cache_folder
+
+logger = logging.getLogger(__name__)
+
+VARIANTS: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "avx2": ("avx2", "fma", "f16c"),
+    "avx512": ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"),
+    "amx": ("amx_tile", "amx_bf16", "amx_int8"),
+}
+"""Sets of instructions, each on top of those before it, by the names that the kernel gives them in /proc/cpuinfo."""
+_FLAGS = {"avx512_vnni": "avx512vnni", "avx512_bf16": "avx512bf16"}
+OPTIONS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
+COMPILE_TIMEOUT_S = 120.0
+
+
+class NoKernels(Exception):
+    """The operations cannot be had here; the message says why."""
+
+
+def supported_variants() -> list[str]:
+    """Return the variants that this CPU runs, best last."""
+    has = _cpu_features()
+    found = []
+    for name, features in VARIANTS.items():
+        if not has.issuperset(features):
+            break
+        found.append(name)
+    return found
+
+
+@cache
+def load(variant: str | None = None) -> ctypes.CDLL:
+    """Return the library for `variant`, the best by default, compiled if it is not in the cache.
+
+    Raises:
+        NoKernels: There is no compiler, it failed, or this is no Linux.
+    """
+    if platform.system() != "Linux":
+        raise NoKernels(f"they wait on futexes, which {platform.system()} does not have")
+    reasons = []
+    for name in [variant] if variant is not None else supported_variants()[::-1]:
+        try:
+            library = ctypes.CDLL(str(_built(name)))
+            if library.permitted():
+                _declare(library)
+                return library
+            reasons.append(f"the system does not let this process use {name}")
+        except (NoKernels, OSError) as error:  # an older compiler, a cache that cannot be written or run from
+            reasons.append(str(error))
+        logger.info("not with %s: %s", name, reasons[-1])
+    raise NoKernels(reasons[-1])
+
+
+def _declare(library: ctypes.CDLL) -> None:
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    library.run.restype = integer
+    library.run.argtypes = [integer, ctypes.c_int64, pointer, integer, pointer]
+
+
+def _built(variant: str) -> Path:
+    compiler = next((path for path in map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")) if path), None)
+    if compiler is None:
+        raise NoKernels("there is no C compiler (cc, gcc, clang, or what CC names)")
+    flags = [*OPTIONS, *_machine_flags(variant)]
+    sources = {file.name: file.read_bytes() for file in resources.files(__package__).joinpath("source").iterdir()}
+    digest = hashlib.sha256(repr((sorted(sources.items()), flags, _version(compiler))).encode()).hexdigest()[:24]
+    target = cache_folder() / "kernels" / digest / f"{variant}.so"
+    if not target.exists():
+        _compile(compiler, flags, sources, target)
+    return target
+
+
+def _compile(compiler: str, flags: Sequence[str], sources: dict[str, bytes], target: Path) -> None:
+    logger.info("compiling the operations, once, into %s", target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        for name, content in sources.items():
+            (Path(folder) / name).write_bytes(content)
+        built = Path(folder) / target.name
+        command = [compiler, *flags, str(Path(folder) / "kernels.c"), "-o", str(built), "-lm"]
+        try:
+            subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
+        except subprocess.CalledProcessError as error:
+            raise NoKernels(f"{compiler} failed: {error.stderr.strip()[-2000:]}") from error
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise NoKernels(f"{compiler} failed: {error}") from error
+        built.rename(target)
+
+
+def _machine_flags(variant: str) -> list[str]:
+    features: list[str] = []
+    for name, more in VARIANTS.items():
+        features += more
+        if name == variant:
+            return ["-m" + _FLAGS.get(feature, feature).replace("amx_", "amx-") for feature in features]
+    raise ValueError(f"no variant {variant!r}: there are {', '.join(VARIANTS)}")
+
+
+def _version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+
+
+def _cpu_features() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return set(next((line.split(":")[1] for line in lines if line.startswith("flags")), "").split())

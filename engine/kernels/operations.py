@@ -1,0 +1,212 @@
+"""The operations, as Python sees them: one struct a kind, mirrored in source/operations.h, and programs of them.
+
+A `Program` is described once; each `run` is one call into C for all of it, during which the interpreter's lock is free.
+Numbers travel as float32 between operations; products take rows in the form of their weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import mmap
+from collections.abc import Sequence
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+LANES = 16
+"""Sizes of rows and heads must be multiples of it."""
+PANEL = 2 * LANES
+INPUT_MULTIPLE = 64
+"""Inputs of a product are padded with zeros to a multiple of it."""
+ROW_MULTIPLE = 32
+"""Inputs of products have room for whole tiles of so many rows."""
+MAX_HEAD = 256
+
+
+class Form(enum.IntEnum):
+    """What weights, the inputs of products, and K/V pages are stored as."""
+
+    FLOAT32 = 0
+    BFLOAT16 = 1
+    INT8 = 2
+    INT4 = 3
+
+    @classmethod
+    def of(cls, quantization: str, dtype: torch.dtype) -> Form:
+        """Return what numbers of `dtype` are stored as where `quantization` is asked for, or "none"."""
+        if quantization != "none":
+            return cls[quantization.upper()]
+        return cls.FLOAT32 if dtype == torch.float32 else cls.BFLOAT16
+
+    @classmethod
+    def of_pages(cls, dtype: torch.dtype) -> Form:
+        """Return what keys and values of `dtype` are stored as."""
+        return cls.INT8 if dtype == torch.int8 else cls.of("none", dtype)
+
+    @property
+    def of_inputs(self) -> Form:
+        """What rows are brought into before a product with weights of this form."""
+        return Form.INT8 if self is Form.INT4 else self
+
+    def row_bytes(self, num_inputs: int) -> int:
+        """Return the bytes of a row of inputs of a product, with its scales and sums."""
+        quantized = num_inputs + num_inputs // GROUP * 12
+        return {Form.FLOAT32: 4 * num_inputs, Form.BFLOAT16: 2 * num_inputs}.get(self, quantized)
+
+    def query_bytes(self, head_size: int) -> int:
+        """Return the bytes of a query beside keys of this form."""
+        quantized = -(-head_size // GROUP) * (GROUP + 8)
+        return {Form.FLOAT32: 4 * head_size, Form.BFLOAT16: 2 * head_size}.get(self, quantized)
+
+    def token_bytes(self, head_size: int) -> int:
+        """Return the bytes that a token's key and value take in the pages of one head."""
+        return 2 * {Form.FLOAT32: 4 * head_size, Form.BFLOAT16: 2 * head_size}.get(self, head_size + 4)
+
+
+GROUP = 32
+"""Inputs that share a scale."""
+DTYPES = {Form.FLOAT32: torch.float32, Form.BFLOAT16: torch.bfloat16}
+"""Torch's names for what is not quantized."""
+
+
+class Kind(enum.IntEnum):
+    """Which operation a struct is."""
+
+    EMBED = 0
+    NORM = 1
+    LINEAR = 2
+    ROTATE = 3
+    ATTEND = 4
+    CAP = 5
+
+
+class Epilogue(enum.IntEnum):
+    """What becomes of a product."""
+
+    STORE = 0
+    ADD = 1
+    GATE = 2
+
+
+ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
+
+
+def _fields(*kinds: tuple[type[ctypes._SimpleCData[Any]], str]) -> list[tuple[str, type[ctypes._SimpleCData[Any]]]]:
+    """Return the fields of a struct: of each kind those named."""
+    return [(name, kind) for kind, names in kinds for name in names.split()]
+
+
+class Step(ctypes.Structure):
+    """The rows of a step; see operations.h."""
+
+    _fields_ = _fields(
+        (c_int64, "num_rows num_requests max_blocks num_groups"),
+        (c_void_p, "token_ids positions requests block_tables times"),
+    )
+
+
+class Embed(ctypes.Structure):
+    """Rows of a table, scaled."""
+
+    _fields_ = _fields((c_int32, "kind form size"), (c_float, "scale"), (c_void_p, "table out"))
+
+
+class Norm(ctypes.Structure):
+    """RMS norm of each part of a row, or only a change of form."""
+
+    _fields_ = _fields(
+        (c_int32, "kind form size num_parts adds"),
+        (c_float, "epsilon multiplier"),
+        (c_void_p, "weight in_"),
+        (c_int64, "in_stride"),
+        (c_void_p, "out"),
+        (c_int64, "out_stride"),
+    )
+
+
+class Product(ctypes.Structure):
+    """Rows times a packed weight."""
+
+    _fields_ = _fields(
+        (c_int32, "kind form num_outputs num_inputs epilogue activation"),
+        (c_float, "multiplier"),
+        (c_void_p, "weight scales bias in_ out"),
+        (c_int64, "out_stride"),
+    )
+
+
+class Rotate(ctypes.Structure):
+    """Rotation of queries and keys; keys and values go to the pages."""
+
+    _fields_ = _fields(
+        (c_int32, "kind form num_heads num_kv_heads head_size rotary_size group block_size"),
+        (c_void_p, "cosines sines qkv queries pages"),
+    )
+
+
+class Attend(ctypes.Structure):
+    """Rows over the keys up to their own."""
+
+    _fields_ = _fields(
+        (c_int32, "kind form num_heads num_kv_heads head_size window group block_size"),
+        (c_float, "scale cap"),
+        (c_void_p, "sinks queries pages out"),
+    )
+
+
+class Cap(ctypes.Structure):
+    """Division and a bound by tanh."""
+
+    _fields_ = _fields((c_int32, "kind size"), (c_float, "divisor cap"), (c_void_p, "rows"))
+
+
+class Program:
+    """A list of operations, and whatever memory they refer to."""
+
+    def __init__(self, structs: Sequence[ctypes.Structure], memory: Sequence[object]) -> None:
+        """Keep `structs` and `memory` alive for as long as the program."""
+        self._operations = (c_void_p * len(structs))(*map(ctypes.addressof, structs))
+        self._kept = (structs, memory)
+
+    def run(self, step: Step, team: Team) -> None:
+        """Run all on the rows of `step`; raises MemoryError."""
+        count = len(self._operations)
+        if team.library.run(team.num_threads, team.spin_ns, self._operations, count, ctypes.addressof(step)):
+            raise MemoryError("there is no memory for the threads' partial sums")
+
+
+class Team(NamedTuple):
+    """The code that a call runs, by how many threads, and how long they spin before they sleep."""
+
+    library: ctypes.CDLL
+    num_threads: int
+    spin_ns: int
+
+
+def aligned(values: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy that begins at a multiple of 64 bytes."""
+    room = zeros(values.numel(), values.dtype).view(values.shape)
+    return room.copy_(values)
+
+
+def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Return `count` zeros that begin at a multiple of 64 bytes, in huge pages where the system has them.
+
+    Memory is taken when it is first written. Huge pages make a step a third faster: it reads each weight once.
+    """
+    room = mmap.mmap(-1, max(1, count * dtype.itemsize))
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            room.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(room, dtype=dtype, count=count)
+
+
+def pointer(values: torch.Tensor | np.ndarray | None) -> int | None:
+    """Return the address of the first number, for a struct; whoever builds the program keeps `values` alive."""
+    if values is None:
+        return None
+    return values.data_ptr() if isinstance(values, torch.Tensor) else values.ctypes.data

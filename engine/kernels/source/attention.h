@@ -1,0 +1,492 @@
+/* Paged attention: rotation into the pages, and rows over the keys up to their own.
+ *
+ * A page holds, for each K/V head and each 16 consecutive tokens of a block, one record: keys, then values.
+ *
+ *     BFLOAT16  keys [head size / 2][16][2]   values [8][head size][2]
+ *     FLOAT32   keys [head size][16]          values [16][head size]
+ *     INT8      keys [head size / 4][16][4], scales [16] of keys and [16] of values, float32, then values [16][head size]
+ *
+ * INT8 keys are stored plus 128. Queries beside them are whole numbers too, with a scale and a sum for each 32; weights
+ * of values stay float32.
+ *
+ * Keys are taken 32 at a time from absolute positions, softmax goes on from one 32 to the next, and every 512 it begins
+ * anew and is folded into what came before. So a row's bits depend on its query, its position and the K/V before it
+ * alone: 32 keys of which a row sees none change nothing in it.
+ */
+#pragma once
+#include "linear.h"
+#include "operations.h"
+#include "simd.h"
+#include "team.h"
+
+enum { TOKENS = 16, KEYS = 2 * TOKENS, SPLIT = 512, MAX_QUERIES = TILE_ROWS, MAX_HEAD = 256 };
+
+enum { SCALES_BYTES = 2 * TOKENS * 4 };
+
+INLINE int64_t keys_bytes(int form, int head_size)
+{
+    return (int64_t)TOKENS * head_size * (form == FLOAT32 ? 4 : form == BFLOAT16 ? 2 : 1);
+}
+
+INLINE int64_t record_bytes(int form, int head_size)
+{
+    return 2 * keys_bytes(form, head_size) + (form == INT8 ? SCALES_BYTES : 0);
+}
+
+INLINE int whole_groups(int head_size) { return (head_size + GROUP - 1) / GROUP; }
+
+/* The bytes of one query: of a row's heads each has so many. */
+INLINE int64_t query_bytes(int form, int head_size)
+{
+    return form == INT8 ? whole_groups(head_size) * (GROUP + 8) : head_size * (form == FLOAT32 ? 4 : 2);
+}
+
+/* The record of one K/V head with the token at `position` of a request. */
+INLINE char *record_at(int form, int head_size, int num_kv_heads, int block_size, const void *pages,
+                       const int32_t *block_table, int64_t position, int head)
+{
+    int64_t block = block_table[position / block_size];
+    int64_t record = (block * num_kv_heads + head) * (block_size / TOKENS) + position % block_size / TOKENS;
+    return (char *)pages + record * record_bytes(form, head_size);
+}
+
+INLINE const int32_t *block_table_of(const step *s, int group, int64_t row)
+{
+    return s->block_tables + ((int64_t)group * s->num_requests + s->requests[row]) * s->max_blocks;
+}
+
+/* -- rotation ------------------------------------------------------------------------------------------------------ */
+
+/* Rotate one head into `out`; what follows the rotated numbers is copied. */
+INLINE void rotate_head(const rotate_operation *op, int64_t position, const float *in, float *out)
+{
+    int half = op->cosines ? op->rotary_size / 2 : 0;
+    const float *cosines = op->cosines + position * half, *sines = op->sines + position * half;
+    for (int i = 0; i < half; i++) {
+        float a = in[i], b = in[i + half];
+        out[i] = a * cosines[i] - b * sines[i];
+        out[i + half] = a * sines[i] + b * cosines[i];
+    }
+    for (int i = 2 * half; i < op->head_size; i++) out[i] = in[i];
+}
+
+INLINE void store_query(int form, int size, const float *head, char *to)
+{
+    if (form == FLOAT32) memcpy(to, head, size * sizeof(float));
+    else if (form == BFLOAT16) for (int i = 0; i < size; i += LANES) narrow_to((uint16_t *)to + i, load(head + i));
+    else {
+        const int num_groups = whole_groups(size);
+        float *scales = (float *)(to + num_groups * GROUP);
+        for (int first = 0; first < size; first += GROUP, scales++) {
+            floats v[GROUP / LANES];
+            int count = (size - first < GROUP ? size - first : GROUP) / LANES;
+            for (int i = 0; i < count; i++) v[i] = load(head + first + i * LANES);
+            quantize_group(v, count, (int8_t *)to + first, scales, scales + num_groups);
+        }
+    }
+}
+
+/* Bring a whole head into numbers of -127 to 127; returns the scale, no number if one of `head` is none. */
+INLINE float quantize_head(int size, const float *head, int8_t *out)
+{
+    floats v[MAX_HEAD / LANES];
+    float scale, sum;
+    for (int i = 0; i < size / LANES; i++) v[i] = load(head + i * LANES);
+    quantize_group(v, size / LANES, out, &scale, &sum);
+    return scale + (sum - sum);
+}
+
+/* Put one token's key and value at `lane` of a record. */
+INLINE void store_pair(int form, int size, const float *key, const float *value, char *record, int lane)
+{
+    if (form == FLOAT32) {
+        float *keys = (float *)record;
+        for (int i = 0; i < size; i++) keys[i * TOKENS + lane] = key[i];
+        memcpy(keys + (TOKENS + lane) * size, value, size * sizeof(float));
+    } else if (form == BFLOAT16) {
+        uint16_t narrow[MAX_HEAD], *keys = (uint16_t *)record, *to = keys + TOKENS * size + lane / 2 * size * 2 + lane % 2;
+        for (int i = 0; i < size; i += LANES) narrow_to(narrow + i, load(key + i));
+        for (int i = 0; i < size; i += 2) memcpy(keys + i * TOKENS + lane * 2, narrow + i, 4);
+        for (int i = 0; i < size; i += LANES) narrow_to(narrow + i, load(value + i));
+        for (int i = 0; i < size; i++) to[i * 2] = narrow[i];
+    } else {
+        int8_t whole[MAX_HEAD];
+        float *scales = (float *)(record + TOKENS * size);
+        scales[lane] = quantize_head(size, key, whole);
+        for (int i = 0; i < size; i += 4) {
+            uint32_t four = load_word(whole + i) ^ 0x80808080; /* plus 128 */
+            memcpy(record + i * TOKENS + lane * 4, &four, 4);
+        }
+        scales[TOKENS + lane] = quantize_head(size, value, (int8_t *)scales + SCALES_BYTES + lane * size);
+    }
+}
+
+static void rotate(const rotate_operation *op, const step *s, int64_t row)
+{
+    const int size = op->head_size;
+    const int64_t position = s->positions[row], one_query = query_bytes(op->form, size);
+    const int32_t *block_table = block_table_of(s, op->group, row);
+    const float *in = op->qkv + row * (op->num_heads + 2 * op->num_kv_heads) * size;
+    float head[MAX_HEAD];
+    for (int h = 0; h < op->num_heads; h++, in += size) {
+        rotate_head(op, position, in, head);
+        store_query(op->form, size, head, (char *)op->queries + (row * op->num_heads + h) * one_query);
+    }
+    for (int h = 0; h < op->num_kv_heads; h++, in += size) {
+        char *record = record_at(op->form, size, op->num_kv_heads, op->block_size, op->pages, block_table, position, h);
+        rotate_head(op, position, in, head);
+        store_pair(op->form, size, head, in + op->num_kv_heads * size, record, position % TOKENS);
+    }
+}
+
+/* -- rows over keys ------------------------------------------------------------------------------------------------ */
+
+/* Softmax so far of some queries: the largest score, the lanes' sums, and the values' weighted sums. */
+typedef struct {
+    float largest[MAX_QUERIES];
+    floats sums[MAX_QUERIES];
+    float values[MAX_QUERIES][MAX_HEAD];
+} partial;
+
+/* Queries that share a K/V head and a request, and how far each sees: positions [from, until). */
+typedef struct {
+    int num_queries, kv_head;
+    const void *queries[MAX_QUERIES];
+    float *out[MAX_QUERIES];
+    int head[MAX_QUERIES];
+    int64_t from[MAX_QUERIES], until[MAX_QUERIES], first, last;
+    const int32_t *block_table;
+} unit;
+
+typedef struct {
+    float scores[MAX_QUERIES][KEYS], factors[MAX_QUERIES];
+    uint16_t narrow[MAX_QUERIES][KEYS];
+} block_scores;
+
+INLINE void score_int8(const int n, int head_size, const void *const *queries, const char *record,
+                       floats sums[MAX_QUERIES][TOKENS / LANES])
+{
+    const int num_groups = whole_groups(head_size);
+    const float *scales = (const float *)(record + TOKENS * head_size);
+    for (int group = 0; group < num_groups; group++) {
+        int end = (group + 1) * GROUP < head_size ? (group + 1) * GROUP : head_size;
+        UNROLL for (int v = 0; v < TOKENS / LANES; v++) {
+            ints dots[MAX_QUERIES];
+            UNROLL for (int i = 0; i < n; i++) dots[i] = (ints){};
+            for (int d = group * GROUP; d < end; d += 4) {
+                words key = load_words(record + d * TOKENS + 4 * v * LANES);
+                UNROLL for (int i = 0; i < n; i++) dots[i] = dot_bytes(dots[i], key, load_word((const char *)queries[i] + d));
+            }
+            UNROLL for (int i = 0; i < n; i++) {
+                const float *of_query = (const float *)((const char *)queries[i] + num_groups * GROUP) + group;
+                floats whole = __builtin_convertvector(dots[i], floats) - 128.f * of_query[num_groups];
+                sums[i][v] = fused(whole, all(*of_query), sums[i][v]);
+            }
+        }
+    }
+    UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < TOKENS / LANES; v++) sums[i][v] *= load(scales + v * LANES);
+}
+
+INLINE void score(const int n, const int form, int head_size, const void *const *queries, const char *const *records,
+                  block_scores *b)
+{
+    for (int half = 0; half < 2; half++) {
+        floats sums[MAX_QUERIES][TOKENS / LANES];
+        UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < TOKENS / LANES; v++) sums[i][v] = all(0.f);
+        const char *keys = records[half];
+        if (form == INT8) {
+            score_int8(n, head_size, queries, keys, sums);
+            UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < TOKENS / LANES; v++)
+                store(b->scores[i] + half * TOKENS + v * LANES, sums[i][v]);
+            continue;
+        }
+        for (int d = 0; d < head_size; d += form == FLOAT32 ? 1 : 2) {
+            UNROLL for (int v = 0; v < TOKENS / LANES; v++, keys += 4 * LANES) {
+                if (form == FLOAT32) {
+                    floats key = load((const float *)keys);
+                    UNROLL for (int i = 0; i < n; i++) 
+                        sums[i][v] = fused(key, all(((const float *)queries[i])[d]), sums[i][v]);
+                } else {
+                    words key = load_words(keys);
+                    UNROLL for (int i = 0; i < n; i++)
+                        sums[i][v] = dot_pairs(sums[i][v], key, load_word((const uint16_t *)queries[i] + d));
+                }
+            }
+        }
+        UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < TOKENS / LANES; v++)
+            store(b->scores[i] + half * TOKENS + v * LANES, sums[i][v]);
+    }
+}
+
+INLINE void add_values(const int n, const int form, int head_size, const block_scores *b, const char *const *records,
+                       partial *p)
+{
+    float weights[MAX_QUERIES][KEYS];
+    if (form == INT8) {
+        for (int half = 0; half < 2; half++) UNROLL for (int i = 0; i < n; i++) for (int v = 0; v < TOKENS; v += LANES) {
+            floats weight = load(b->scores[i] + half * TOKENS + v);
+            floats scale = load((const float *)(records[half] - TOKENS * 4) + v);
+            store(weights[i] + half * TOKENS + v, choose(weight == 0.f, weight, weight * scale)); /* unseen: any scale */
+        }
+    }
+    for (int d = 0; d < head_size; d += LANES) {
+        floats sums[MAX_QUERIES];
+        UNROLL for (int i = 0; i < n; i++) sums[i] = load(p->values[i] + d) * b->factors[i];
+        for (int half = 0; half < 2; half++) {
+            if (form == INT8) {
+                const int8_t *values = (const int8_t *)records[half] + d;
+                for (int k = half * TOKENS; k < (half + 1) * TOKENS; k++, values += head_size) {
+                    floats value = widen_bytes(values);
+                    UNROLL for (int i = 0; i < n; i++) sums[i] = fused(value, all(weights[i][k]), sums[i]);
+                }
+            } else if (form == FLOAT32) {
+                const float *values = (const float *)records[half] + d;
+                for (int k = half * TOKENS; k < (half + 1) * TOKENS; k++, values += head_size) {
+                    floats value = load(values);
+                    UNROLL for (int i = 0; i < n; i++) sums[i] = fused(value, all(b->scores[i][k]), sums[i]);
+                }
+            } else {
+                const uint16_t *values = (const uint16_t *)records[half] + 2 * d;
+                for (int k = half * TOKENS; k < (half + 1) * TOKENS; k += 2, values += 2 * head_size) {
+                    words value = load_words(values);
+                    UNROLL for (int i = 0; i < n; i++) sums[i] = dot_pairs(sums[i], value, load_word(b->narrow[i] + k));
+                }
+            }
+        }
+        UNROLL for (int i = 0; i < n; i++) store(p->values[i] + d, sums[i]);
+    }
+}
+
+#define DEFINE_ATTENTION(n)                                                                                           \
+    static __attribute__((noinline)) void score_##n(int form, int size, const void *const *q, const char *const *k,   \
+                                                    block_scores *b)                                                  \
+    {                                                                                                                 \
+        if (form == FLOAT32) score(n, FLOAT32, size, q, k, b);                                                        \
+        else if (form == BFLOAT16) score(n, BFLOAT16, size, q, k, b);                                                 \
+        else score(n, INT8, size, q, k, b);                                                                           \
+    }                                                                                                                 \
+    static __attribute__((noinline)) void add_values_##n(int form, int size, const block_scores *b,                   \
+                                                         const char *const *v, partial *p)                            \
+    {                                                                                                                 \
+        if (form == FLOAT32) add_values(n, FLOAT32, size, b, v, p);                                                   \
+        else if (form == BFLOAT16) add_values(n, BFLOAT16, size, b, v, p);                                            \
+        else add_values(n, INT8, size, b, v, p);                                                                      \
+    }
+#define SCORE_CASE(n) case n: score_##n(form, size, u->queries, records, &b); break;
+#define VALUES_CASE(n) case n: add_values_##n(form, size, &b, values, p); break;
+FOR_EACH_COUNT(DEFINE_ATTENTION)
+FOR_EACH_LARGE_COUNT(DEFINE_ATTENTION)
+
+INLINE int32_t clamp(int64_t count) { return count < 0 ? 0 : count < KEYS ? (int32_t)count : KEYS; }
+
+/* Turn query i's scores of the keys from `position` on into weights relative to the largest score so far. */
+static __attribute__((noinline)) void weigh(const attend_operation *op, const unit *u, int i, int64_t position,
+                                            block_scores *b, partial *p)
+{
+    const floats none = all(-INFINITY);
+    const int32_t from = clamp(u->from[i] - position), until = clamp(u->until[i] - position);
+    floats scores[KEYS / LANES], largest = none;
+    ints seen[KEYS / LANES], key;
+    for (int lane = 0; lane < LANES; lane++) key[lane] = lane;
+    for (int v = 0; v < KEYS / LANES; v++, key += LANES) {
+        seen[v] = (key >= from) & (key < until);
+        floats score = load(b->scores[i] + v * LANES) * op->scale;
+        if (op->cap != 0.f) score = hyperbolic_tangent(score / op->cap) * op->cap;
+        scores[v] = choose(seen[v], score, none);
+        largest = larger(largest, scores[v]);
+    }
+    float before = p->largest[i], now = largest_of(largest);
+    now = before > now ? before : now;
+    floats factor = exponential(all(before - now)), sum = p->sums[i] * factor;
+    for (int v = 0; v < KEYS / LANES; v++) {
+        floats below = scores[v] - now; /* no number where the score is none, and so must the weight be */
+        floats weight = choose(seen[v], choose((ints)(below == below), exponential(below), below), all(0.f));
+        sum = sum + weight;
+        store(b->scores[i] + v * LANES, weight);
+        narrow_to(b->narrow[i] + v * LANES, weight);
+    }
+    p->largest[i] = now;
+    p->sums[i] = sum;
+    b->factors[i] = factor[0];
+}
+
+/* Copy a record's values without the tokens from `count` on, which may hold anything. */
+INLINE const char *without_tail(int form, int head_size, const char *values, int count, char *room)
+{
+    if (form == INT8) return values; /* whole numbers are harmless, and their weights are zero */
+    memset(room, 0, keys_bytes(form, head_size));
+    if (form == FLOAT32) {
+        memcpy(room, values, (int64_t)count * head_size * sizeof(float));
+        return room;
+    }
+    const uint16_t *from = (const uint16_t *)values;
+    uint16_t *to = (uint16_t *)room;
+    for (int k = 0; k < count; k++)
+        for (int d = 0; d < head_size; d++) to[(k / 2 * head_size + d) * 2 + k % 2] = from[(k / 2 * head_size + d) * 2 + k % 2];
+    return room;
+}
+
+/* Attend to the keys in [begin, end), which begin at a multiple of KEYS, from nothing. */
+static void attend_keys(const attend_operation *op, const unit *u, int64_t begin, int64_t end, partial *p)
+{
+    const int form = op->form, size = op->head_size, n = u->num_queries;
+    const int64_t values_at = keys_bytes(form, size) + (form == INT8 ? SCALES_BYTES : 0);
+    _Alignas(64) char rooms[2][TOKENS * MAX_HEAD * sizeof(float)];
+    block_scores b;
+    for (int i = 0; i < n; i++) {
+        p->largest[i] = -INFINITY;
+        p->sums[i] = all(0.f);
+        memset(p->values[i], 0, size * sizeof(float));
+    }
+    for (int64_t position = begin; position < end; position += KEYS) {
+        const char *records[2], *values[2];
+        for (int half = 0; half < 2; half++) {
+            int64_t at = position + half * TOKENS, count = u->last - at;
+            if (count <= 0) at = position; /* nobody sees these: any record will do */
+            records[half] = record_at(form, size, op->num_kv_heads, op->block_size, op->pages, u->block_table, at, u->kv_head);
+            values[half] = records[half] + values_at;
+            if (count < TOKENS) values[half] = without_tail(form, size, values[half], count < 0 ? 0 : (int)count, rooms[half]);
+        }
+        switch (n) { FOR_EACH_COUNT(SCORE_CASE) FOR_EACH_LARGE_COUNT(SCORE_CASE) }
+        for (int i = 0; i < n; i++) weigh(op, u, i, position, &b, p);
+        switch (n) { FOR_EACH_COUNT(VALUES_CASE) FOR_EACH_LARGE_COUNT(VALUES_CASE) }
+    }
+}
+
+/* Bring query i of both to one largest score and add `further` to `all_keys`. */
+INLINE void fold(partial *all_keys, const partial *further, int i, int head_size)
+{
+    float a = all_keys->largest[i], b = further->largest[i], largest = a > b ? a : b;
+    floats of_a = exponential(all(a - largest)), of_b = exponential(all(b - largest));
+    all_keys->largest[i] = largest;
+    all_keys->sums[i] = all_keys->sums[i] * of_a + further->sums[i] * of_b;
+    for (int d = 0; d < head_size; d += LANES)
+        store(all_keys->values[i] + d, load(all_keys->values[i] + d) * of_a + load(further->values[i] + d) * of_b);
+}
+
+/* Divide what was summed over all keys. */
+static void finish_unit(const attend_operation *op, const unit *u, const partial *all_keys)
+{
+    for (int i = 0; i < u->num_queries; i++) {
+        float sum = sum_of(all_keys->sums[i]), factor = 1.f;
+        if (op->sinks) {
+            float sink = op->sinks[u->head[i]], largest = all_keys->largest[i] > sink ? all_keys->largest[i] : sink;
+            factor = exponential(all(all_keys->largest[i] - largest))[0];
+            sum = sum * factor + exponential(all(sink - largest))[0];
+        }
+        for (int d = 0; d < op->head_size; d += LANES) store(u->out[i] + d, load(all_keys->values[i] + d) * (factor / sum));
+    }
+}
+
+/* Attend to those keys of the split-th 512 positions that any query sees. */
+INLINE void attend_split(const attend_operation *op, const unit *u, int64_t split, partial *p)
+{
+    int64_t begin = split * SPLIT, end = begin + SPLIT;
+    attend_keys(op, u, begin < u->first ? u->first / KEYS * KEYS : begin, end < u->last ? end : u->last, p);
+}
+
+static void attend_unit(const attend_operation *op, const unit *u)
+{
+    partial all_keys, further;
+    attend_split(op, u, u->first / SPLIT, &all_keys);
+    for (int64_t split = u->first / SPLIT + 1; split * SPLIT < u->last; split++) {
+        attend_split(op, u, split, &further);
+        for (int i = 0; i < u->num_queries; i++) fold(&all_keys, &further, i, op->head_size);
+    }
+    finish_unit(op, u, &all_keys);
+}
+
+/* A unit whose splits several threads compute: each folds its own in when all before it have been. */
+typedef struct {
+    gate num_folded;
+    partial all_keys;
+} shared_unit;
+
+static void attend_shared(const attend_operation *op, const unit *u, int64_t split, shared_unit *shared, int64_t spin_ns)
+{
+    partial own;
+    const int64_t turn = split - u->first / SPLIT;
+    attend_split(op, u, split, &own);
+    for (int seen; (seen = atomic_load_explicit(&shared->num_folded.epoch, memory_order_acquire)) != turn;)
+        gate_wait(&shared->num_folded, seen, spin_ns);
+    for (int i = 0; i < u->num_queries; i++) {
+        if (turn) {
+            fold(&shared->all_keys, &own, i, op->head_size);
+        } else {
+            shared->all_keys.largest[i] = own.largest[i];
+            shared->all_keys.sums[i] = own.sums[i];
+            memcpy(shared->all_keys.values[i], own.values[i], op->head_size * sizeof(float));
+        }
+    }
+    if ((split + 1) * SPLIT >= u->last) finish_unit(op, u, &shared->all_keys);
+    gate_open(&shared->num_folded);
+}
+
+/* How a step's work is cut for attention, and who does what. */
+typedef struct {
+    team *team;
+    atomic_llong next_task;
+    shared_unit *shared; /* [UNITS_A_THREAD * threads] */
+} attention_work;
+
+enum { UNITS_A_THREAD = 4 }; /* with fewer, threads share units */
+
+static void attention_begin(attention_work *work)
+{
+    atomic_store(&work->next_task, 0);
+    for (int i = 0; i < UNITS_A_THREAD * work->team->num_threads; i++) atomic_store(&work->shared[i].num_folded.epoch, 0);
+}
+
+/* The queries of rows [row, end) and heads [first, end_head) that share a K/V head. */
+static unit unit_of(const attend_operation *op, const step *s, int64_t row, int64_t end, int kv_head, int first, int end_head)
+{
+    unit u = {.kv_head = kv_head, .block_table = block_table_of(s, op->group, row), .first = INT64_MAX};
+    for (int64_t r = row; r < end; r++) {
+        for (int h = first; h < end_head; h++) {
+            int i = u.num_queries++;
+            u.head[i] = h;
+            int64_t at = r * op->num_heads + h;
+            u.queries[i] = (const char *)op->queries + at * query_bytes(op->form, op->head_size);
+            u.out[i] = op->out + at * op->head_size;
+            u.until[i] = s->positions[r] + 1;
+            u.from[i] = op->window && u.until[i] > op->window ? u.until[i] - op->window : 0;
+            u.first = u.from[i] < u.first ? u.from[i] : u.first;
+            u.last = u.until[i];
+        }
+    }
+    return u;
+}
+
+/* Units are (rows of one request) x (heads of one K/V head). Tasks, units or splits of them, go to whoever is free. */
+static void attend(const attend_operation *op, const step *s, attention_work *work)
+{
+    const int heads_a_group = op->num_heads / op->num_kv_heads;
+    const int heads_a_unit = heads_a_group < MAX_QUERIES ? heads_a_group : MAX_QUERIES;
+    const int rows_a_unit = MAX_QUERIES / heads_a_unit < 4 ? MAX_QUERIES / heads_a_unit : 4;
+    const int units_a_head = (heads_a_group + heads_a_unit - 1) / heads_a_unit;
+    const int most_shared = work->team->num_threads > 1 ? UNITS_A_THREAD * work->team->num_threads : 0;
+    const int are_shared = s->num_rows * op->num_kv_heads * units_a_head <= most_shared;
+    int64_t mine = atomic_fetch_add(&work->next_task, 1), task = 0, number = 0;
+    for (int64_t row = 0, end; row < s->num_rows; row = end) {
+        for (end = row + 1; end < s->num_rows && end - row < rows_a_unit && s->requests[end] == s->requests[row]; end++);
+        for (int kv_head = 0; kv_head < op->num_kv_heads; kv_head++) {
+            for (int part = 0; part < units_a_head; part++, number++) {
+                int first = kv_head * heads_a_group + part * heads_a_unit, end_head = first + heads_a_unit;
+                if (end_head > (kv_head + 1) * heads_a_group) end_head = (kv_head + 1) * heads_a_group;
+                if (!are_shared) {
+                    if (task++ != mine) continue;
+                    mine = atomic_fetch_add(&work->next_task, 1);
+                    unit u = unit_of(op, s, row, end, kv_head, first, end_head);
+                    attend_unit(op, &u);
+                    continue;
+                }
+                unit u = unit_of(op, s, row, end, kv_head, first, end_head);
+                for (int64_t split = u.first / SPLIT; split * SPLIT < u.last; split++) {
+                    if (task++ != mine) continue;
+                    mine = atomic_fetch_add(&work->next_task, 1);
+                    attend_shared(op, &u, split, &work->shared[number], work->team->spin_ns);
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,229 @@
+/* Products of rows and packed weights.
+ *
+ * A thread has a share of the panels, of 32 outputs each, and goes through all rows for each. Over the inputs every
+ * output is summed in one order, whatever the number of rows: so a row's bits do not depend on its neighbours.
+ */
+#pragma once
+#include "operations.h"
+#include "simd.h"
+
+enum { PANEL = 32, VECTORS = PANEL / LANES, MOST_ROWS = 64 };
+#if defined(__AVX512F__)
+enum { TILE_ROWS = 12, QUANTIZED_ROWS = 6 }; /* as many sums as registers hold */
+#else
+enum { TILE_ROWS = 3, QUANTIZED_ROWS = 2 };
+#endif
+
+INLINE void tile_float32(const int n, const float *x, int num_inputs, const float *w, float *out)
+{
+    floats sums[TILE_ROWS][VECTORS];
+    UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) sums[m][v] = all(0.f);
+    for (int k = 0; k < num_inputs; k++, w += PANEL) {
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            floats weights = load(w + v * LANES);
+            UNROLL for (int m = 0; m < n; m++) 
+                sums[m][v] = fused(weights, all(x[(int64_t)m * num_inputs + k]), sums[m][v]);
+        }
+    }
+    UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) store(out + m * PANEL + v * LANES, sums[m][v]);
+}
+
+INLINE void tile_bfloat16(const int n, const uint16_t *x, int num_inputs, const uint16_t *w, float *out)
+{
+    floats sums[TILE_ROWS][VECTORS];
+    UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) sums[m][v] = all(0.f);
+    for (int k = 0; k < num_inputs; k += 2, w += 2 * PANEL) {
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            words weights = load_words(w + 2 * v * LANES);
+            UNROLL for (int m = 0; m < n; m++)
+                sums[m][v] = dot_pairs(sums[m][v], weights, load_word(x + (int64_t)m * num_inputs + k));
+        }
+    }
+    UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) store(out + m * PANEL + v * LANES, sums[m][v]);
+}
+
+/* A row of quantized inputs. */
+typedef struct {
+    const int8_t *bytes;
+    const float *scales, *offsets, *products;
+} quantized_row;
+
+INLINE int64_t quantized_bytes(int num_inputs) { return num_inputs + num_inputs / GROUP * 12; }
+
+INLINE quantized_row quantized(const void *in, int64_t row, int num_inputs)
+{
+    const int8_t *bytes = (const int8_t *)in + row * quantized_bytes(num_inputs);
+    const float *scales = (const float *)(bytes + num_inputs);
+    return (quantized_row){bytes, scales, scales + num_inputs / GROUP, scales + num_inputs / GROUP * 2};
+}
+
+INLINE void tile_int8(const int n, const void *in, int64_t row, int num_inputs, const uint8_t *w, const float *scales,
+                      float *out)
+{
+    floats sums[TILE_ROWS][VECTORS];
+    UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) sums[m][v] = all(0.f);
+    for (int group = 0; group < num_inputs / GROUP; group++, w += GROUP * PANEL) {
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            words weights[GROUP / 4];
+            UNROLL for (int k = 0; k < GROUP / 4; k++) weights[k] = load_words(w + 4 * k * PANEL + 4 * v * LANES);
+            UNROLL for (int m = 0; m < n; m++) {
+                quantized_row x = quantized(in, row + m, num_inputs);
+                ints dots = {};
+                UNROLL for (int k = 0; k < GROUP / 4; k++)
+                    dots = dot_bytes(dots, weights[k], load_word(x.bytes + group * GROUP + 4 * k));
+                floats dot = __builtin_convertvector(dots, floats) - all(x.offsets[group]);
+                sums[m][v] = fused(dot, all(x.scales[group]), sums[m][v]);
+            }
+        }
+    }
+    UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) 
+        store(out + m * PANEL + v * LANES, sums[m][v] * load(scales + v * LANES));
+}
+
+enum { INT4_BYTES = GROUP / 2 * PANEL + 2 * PANEL * 2 }; /* of a group in a panel */
+
+INLINE void tile_int4(const int n, const void *in, int64_t row, int num_inputs, const uint8_t *w, float *out)
+{
+    floats sums[TILE_ROWS][VECTORS];
+    UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) sums[m][v] = all(0.f);
+    for (int group = 0; group < num_inputs / GROUP; group++, w += INT4_BYTES) {
+        const uint16_t *factors = (const uint16_t *)(w + GROUP / 2 * PANEL), *least = factors + PANEL;
+        UNROLL for (int v = 0; v < VECTORS; v++) {
+            words low[4], high[4];
+            UNROLL for (int k = 0; k < 4; k++) {
+                words both = load_words(w + 4 * k * PANEL + 4 * v * LANES);
+                low[k] = both & 0x0f0f0f0f;
+                high[k] = both >> 4 & 0x0f0f0f0f;
+            }
+            floats factor = widen_float16(factors + v * LANES), offset = widen_float16(least + v * LANES);
+            UNROLL for (int m = 0; m < n; m++) {
+                quantized_row x = quantized(in, row + m, num_inputs);
+                ints dots = {};
+                UNROLL for (int k = 0; k < 4; k++) {
+                    dots = dot_bytes(dots, low[k], load_word(x.bytes + group * GROUP + 4 * k));
+                    dots = dot_bytes(dots, high[k], load_word(x.bytes + group * GROUP + GROUP / 2 + 4 * k));
+                }
+                float scale = x.scales[group];
+                sums[m][v] = fused(__builtin_convertvector(dots, floats) * scale, factor, sums[m][v]);
+                sums[m][v] = fused(offset, all(x.products[group]), sums[m][v]);
+            }
+        }
+    }
+    UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) store(out + m * PANEL + v * LANES, sums[m][v]);
+}
+
+/* One function a number of rows, so that sums stay in registers. */
+#define FOR_EACH_COUNT(X) X(1) X(2) X(3)
+#define FOR_EACH_LARGE_COUNT(X) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12)
+#define DEFINE_TILES(n)                                                                                               \
+    static __attribute__((noinline)) void float32_##n(const float *x, int k, const float *w, float *out)              \
+    { tile_float32(n, x, k, w, out); }                                                                                \
+    static __attribute__((noinline)) void bfloat16_##n(const uint16_t *x, int k, const uint16_t *w, float *out)       \
+    { tile_bfloat16(n, x, k, w, out); }                                                                               \
+    static __attribute__((noinline)) void int8_##n(const void *in, int64_t row, int k, const void *w, const float *s, \
+                                                   float *out)                                                        \
+    { tile_int8(n, in, row, k, w, s, out); }                                                                          \
+    static __attribute__((noinline)) void int4_##n(const void *in, int64_t row, int k, const void *w, float *out)     \
+    { tile_int4(n, in, row, k, w, out); }
+#define FLOAT32_CASE(n) case n: float32_##n((const float *)op->in + row * k, k, (const float *)w, out); break;
+#define BFLOAT16_CASE(n) case n: bfloat16_##n((const uint16_t *)op->in + row * k, k, (const uint16_t *)w, out); break;
+#define INT8_CASE(n) case n: int8_##n(op->in, row, k, w, op->scales + panel * PANEL, out); break;
+#define INT4_CASE(n) case n: int4_##n(op->in, row, k, w, out); break;
+FOR_EACH_COUNT(DEFINE_TILES)
+#if defined(__AVX512F__)
+FOR_EACH_LARGE_COUNT(DEFINE_TILES)
+#else
+#undef FOR_EACH_LARGE_COUNT
+#define FOR_EACH_LARGE_COUNT(X)
+#endif
+#define SWITCH(CASE) switch (n) { FOR_EACH_COUNT(CASE) FOR_EACH_LARGE_COUNT(CASE) } break
+
+/* Multiply n rows from `row` on with one panel into sums [n][PANEL]. */
+static void tile(const linear_operation *op, int64_t row, int n, const char *w, int64_t panel, float *out)
+{
+    const int k = op->num_inputs;
+    switch (op->form) {
+    case FLOAT32: SWITCH(FLOAT32_CASE);
+    case BFLOAT16: SWITCH(BFLOAT16_CASE);
+    case INT8: SWITCH(INT8_CASE);
+    case INT4: SWITCH(INT4_CASE);
+    }
+}
+
+INLINE int64_t panel_bytes(int form, int num_inputs)
+{
+    switch (form) {
+    case FLOAT32: return (int64_t)num_inputs * PANEL * 4;
+    case BFLOAT16: return (int64_t)num_inputs * PANEL * 2;
+    case INT8: return (int64_t)num_inputs * PANEL;
+    default: return (int64_t)num_inputs / GROUP * INT4_BYTES;
+    }
+}
+
+#include "amx.h"
+
+INLINE floats activate(int activation, floats x)
+{
+    if (activation == SILU) return x * sigmoid(x);
+    return x * sigmoid((x + x * x * x * 0.044715f) * 1.5957691216f); /* 2 * sqrt(2 / pi) */
+}
+
+/* Do with one row's sums of a panel what the operation says. */
+INLINE void finish(const linear_operation *op, int64_t row, int panel, float *sums)
+{
+    float *out = op->out + row * op->out_stride;
+    if (op->bias)
+        for (int i = 0; i < PANEL; i += LANES) store(sums + i, load(sums + i) + load(op->bias + (int64_t)panel * PANEL + i));
+    if (op->epilogue == GATE) {
+        for (int i = 0; i < PANEL / 2; i += LANES)
+            store(out + (int64_t)panel * PANEL / 2 + i, activate(op->activation, load(sums + i)) * load(sums + PANEL / 2 + i));
+        return;
+    }
+    out += (int64_t)panel * PANEL;
+    int64_t count = op->num_outputs - (int64_t)panel * PANEL;
+    if (count < PANEL) {
+        for (int i = 0; i < count; i++) out[i] = op->epilogue == ADD ? sums[i] * op->multiplier + out[i] : sums[i];
+    } else {
+        for (int i = 0; i < PANEL; i += LANES)
+            store(out + i, op->epilogue == ADD ? fused(load(sums + i), all(op->multiplier), load(out + i)) : load(sums + i));
+    }
+}
+
+/* How many rows are multiplied at once, at most. */
+INLINE int rows_at_once(int form, int64_t num_rows)
+{
+#if defined(__AMX_BF16__)
+    if (form == BFLOAT16) return AMX_BFLOAT16_ROWS;
+    if (form >= INT8 && num_rows > FEW_ROWS) return AMX_QUANTIZED_ROWS;
+#endif
+    (void)num_rows;
+    return form >= INT8 ? QUANTIZED_ROWS : TILE_ROWS;
+}
+
+static void linear(const linear_operation *op, int64_t num_rows, int thread, int num_threads)
+{
+    const int64_t num_panels = (op->num_outputs + PANEL - 1) / PANEL;
+    const int most = rows_at_once(op->form, num_rows);
+    const int64_t num_tiles = (num_rows + most - 1) / most;
+    _Alignas(64) float sums[MOST_ROWS * PANEL];
+#if defined(__AMX_BF16__)
+    amx_begin(op->form);
+#endif
+    for (int64_t panel = num_panels * thread / num_threads; panel < num_panels * (thread + 1) / num_threads; panel++) {
+        const char *w = (const char *)op->weight + panel * panel_bytes(op->form, op->num_inputs);
+        for (int64_t i = 0, row = 0, end; i < num_tiles; i++, row = end) {
+#if defined(__AMX_BF16__)
+            if (most > TILE_ROWS) {
+                end = row + most < num_rows ? row + most : num_rows;
+                if (op->form == BFLOAT16) amx_bfloat16(op, row, end - row, (const uint16_t *)w, sums);
+                else amx_quantized(op, row, end - row, (const uint8_t *)w, panel, sums);
+            } else
+#endif
+            {
+                end = num_rows * (i + 1) / num_tiles; /* tiles of about one size */
+                tile(op, row, end - row, w, panel, sums);
+            }
+            for (int64_t m = row; m < end; m++) finish(op, m, panel, sums + (m - row) * PANEL);
+        }
+    }
+}

@@ -1,0 +1,86 @@
+/* What a step is made of: operations on rows, each a struct that begins with its kind. Mirrored in operations.py. */
+#pragma once
+#include <stdint.h>
+
+/* form: of weights, of inputs (INT8 where the weight is INT4) and of K/V pages */
+enum { FLOAT32, BFLOAT16, INT8, INT4, GROUP = 32 };
+enum { EMBED, NORM, LINEAR, ROTATE, ATTEND, CAP, NUM_KINDS };        /* kind */
+enum { STORE, ADD, GATE };                                           /* epilogue of a product */
+enum { SILU, GELU_TANH };                                            /* activation */
+
+/* The rows of a step: consecutive rows of one request are consecutive positions. */
+typedef struct {
+    int64_t num_rows, num_requests, max_blocks, num_groups;
+    const int64_t *token_ids;           /* [num_rows] */
+    const int64_t *positions;           /* [num_rows] */
+    const int32_t *requests;            /* [num_rows], index of each row's request */
+    const int32_t *block_tables;        /* [num_groups][num_requests][max_blocks] */
+    int64_t *times;                     /* [operations], to add the nanoseconds of each to, or NULL */
+} step;
+
+/* out = scale * table[token id] */
+typedef struct {
+    int32_t kind, form, size;
+    float scale;
+    const void *table;                  /* [vocabulary][size] */
+    float *out;                         /* [rows][size] */
+} embed_operation;
+
+/* Bring rows into the form a product takes, each of `num_parts` parts of `size` numbers divided by its root mean
+ * square and multiplied by `weight`; without a weight only the form changes. With `adds`, float32 rows are added to. */
+typedef struct {
+    int32_t kind, form, size, num_parts, adds;
+    float epsilon, multiplier;
+    const float *weight;                /* [size] or NULL */
+    const float *in;
+    int64_t in_stride;
+    void *out;
+    int64_t out_stride;
+} norm_operation;
+
+/* Rows times a weight, plus bias, then stored, added times a multiplier, or gated: activation(gate) * up. Weights are
+ * packed in panels of 32 outputs, gate and up interleaved by 16; what is missing to whole panels is zero.
+ *
+ *     FLOAT32   [panels][inputs][32]
+ *     BFLOAT16  [panels][inputs / 2][32][2]
+ *     INT8      [panels][inputs / 4][32][4], the number plus 128; times scales[output]
+ *     INT4      [panels][inputs / 32] of bytes [4][32][4], inputs 0 to 15 of the group in their low halves and 16 to 31
+ *               in their high ones, then float16 factor[32] and least[32]: number times factor plus least
+ *
+ * A row of INT8 inputs has inputs bytes, then for each group of 32 a float32 scale, then for each the sum of its bytes
+ * times 128, then for each that sum times the scale. Products are summed exactly within a group, and groups in order. */
+typedef struct {
+    int32_t kind, form, num_outputs, num_inputs, epilogue, activation;
+    float multiplier;
+    const void *weight;
+    const float *scales;                /* [panels * 32] of INT8 */
+    const float *bias;                  /* [panels * 32] or NULL */
+    const void *in;                     /* [rows][num_inputs] */
+    float *out;
+    int64_t out_stride;
+} linear_operation;
+
+/* Rotate queries and keys; put keys and values into the pages, queries aside in the pages' form. */
+typedef struct {
+    int32_t kind, form, num_heads, num_kv_heads, head_size, rotary_size, group, block_size;
+    const float *cosines, *sines;       /* [positions][rotary_size / 2] or NULL */
+    const float *qkv;                   /* [rows][heads + 2 * K/V heads][head_size] */
+    void *queries;                      /* [rows][heads] of what query_bytes in attention.h says */
+    void *pages;                        /* see attention.h */
+} rotate_operation;
+
+/* Each row attends to the keys up to its own position, at most `window` of them. */
+typedef struct {
+    int32_t kind, form, num_heads, num_kv_heads, head_size, window, group, block_size;
+    float scale, cap;                   /* cap 0: none */
+    const float *sinks;                 /* [heads] or NULL */
+    const void *queries, *pages;
+    float *out;                         /* [rows][heads][head_size] */
+} attend_operation;
+
+/* rows = cap * tanh(rows / divisor / cap); cap 0: only divided */
+typedef struct {
+    int32_t kind, size;
+    float divisor, cap;
+    float *rows;
+} cap_operation;

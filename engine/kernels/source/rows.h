@@ -1,0 +1,79 @@
+/* Operations on one row at a time. */
+#pragma once
+#include "operations.h"
+#include "simd.h"
+
+static void embed(const embed_operation *op, const step *s, int64_t row)
+{
+    float *out = op->out + row * op->size;
+    int64_t first = s->token_ids[row] * op->size;
+    for (int i = 0; i < op->size; i += LANES) {
+        floats v = op->form == FLOAT32 ? load((const float *)op->table + first + i)
+                                       : widen((const uint16_t *)op->table + first + i);
+        store(out + i, v * op->scale);
+    }
+}
+
+INLINE floats normalized(const norm_operation *op, const float *in, int i, floats factor)
+{
+    floats v = load(in + i);
+    return op->weight ? v * factor * load(op->weight + i) : v;
+}
+
+/* Bring one row into whole numbers times a scale for each group; see linear_operation. */
+INLINE void quantize(const norm_operation *op, const float *in, floats factor, int8_t *out)
+{
+    const int64_t num_groups = op->out_stride / GROUP;
+    float *scales = (float *)(out + op->out_stride), sum;
+    for (int first = 0; first < op->size; first += GROUP) {
+        floats v[GROUP / LANES];
+        for (int part = 0; part < GROUP / LANES; part++) {
+            int i = first + part * LANES;
+            v[part] = i < op->size ? normalized(op, in, i, factor) : all(0.f);
+        }
+        quantize_group(v, GROUP / LANES, out + first, scales, &sum);
+        scales[num_groups] = sum * 128.f;
+        scales[num_groups * 2] = sum * *scales;
+        scales++;
+    }
+}
+
+static void norm(const norm_operation *op, int64_t row)
+{
+    for (int part = 0; part < op->num_parts; part++) {
+        const float *in = op->in + row * op->in_stride + (int64_t)part * op->size;
+        int64_t first = row * op->out_stride + (int64_t)part * op->size;
+        floats factor = all(1.f);
+        if (op->weight) {
+            floats squares = all(0.f);
+            for (int i = 0; i < op->size; i += LANES) squares = fused(load(in + i), load(in + i), squares);
+            factor = all(1.f / sqrtf(sum_of(squares) / (float)op->size + op->epsilon));
+        }
+        if (op->form == INT8) {
+            quantize(op, in, factor, (int8_t *)op->out + row * (op->out_stride + op->out_stride / GROUP * 12));
+            continue;
+        }
+        for (int i = 0; i < op->size; i += LANES) {
+            floats v = normalized(op, in, i, factor);
+            float *out = (float *)op->out + first + i;
+            if (op->adds) store(out, fused(v, all(op->multiplier), load(out)));
+            else if (op->form == FLOAT32) store(out, v);
+            else narrow_to((uint16_t *)op->out + first + i, v);
+        }
+    }
+}
+
+static void cap(const cap_operation *op, int64_t row)
+{
+    float *rows = op->rows + row * op->size;
+    float tail[LANES];
+    for (int i = 0; i < op->size; i += LANES) {
+        int count = op->size - i < LANES ? op->size - i : LANES;
+        memset(tail, 0, sizeof tail);
+        memcpy(tail, rows + i, count * sizeof(float));
+        floats v = load(tail) / op->divisor;
+        if (op->cap != 0.f) v = hyperbolic_tangent(v / op->cap) * op->cap;
+        store(tail, v);
+        memcpy(rows + i, tail, count * sizeof(float));
+    }
+}

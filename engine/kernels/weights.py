@@ -1,0 +1,86 @@
+"""Weights in the forms and the order that the operations in C take; see source/operations.h."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from engine.kernels.operations import DTYPES, GROUP, INPUT_MULTIPLE, LANES, PANEL, Form, aligned
+
+
+class Int4(NamedTuple):
+    """A weight in 4 bits: each group of 32 inputs is number times factor plus least.
+
+    Attributes:
+        numbers: `[outputs, groups, 16]` uint8; byte i has input i in its low half and input 16 + i in its high one.
+        factor: `[outputs, groups]` float16.
+        least: As `factor`.
+    """
+
+    numbers: torch.Tensor
+    factor: torch.Tensor
+    least: torch.Tensor
+
+    @classmethod
+    def of(cls, weight: torch.Tensor) -> Int4:
+        """Quantize `weight [outputs, inputs]`, inputs a multiple of 32, each group between its extremes."""
+        groups = weight.float().view(len(weight), -1, GROUP)
+        least = groups.amin(dim=2, keepdim=True).half()
+        factor = ((groups.amax(dim=2, keepdim=True) - least.float()) / 15).half()
+        smallest = torch.finfo(torch.float16).tiny
+        whole = ((groups - least.float()) / factor.float().clamp(min=smallest)).round().clamp(0, 15).to(torch.uint8)
+        return cls(whole[..., : GROUP // 2] | whole[..., GROUP // 2 :] << 4, factor[..., 0], least[..., 0])
+
+    def padded(self, num_outputs: int, num_groups: int) -> Int4:
+        """Return it with zeros up to so many outputs and groups."""
+        rows, groups = num_outputs - len(self.factor), num_groups - self.factor.shape[1]
+        return Int4(
+            F.pad(self.numbers, (0, 0, 0, groups, 0, rows)), *(F.pad(x, (0, groups, 0, rows)) for x in self[1:])
+        )
+
+
+class PackedWeight:
+    """A weight `[num_outputs, num_inputs]` in panels of 32 outputs, padded with zeros; see operations.h."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, form: Form, int4: Int4 | None = None) -> None:
+        """Pack `weight`, and `bias [num_outputs]` beside it; as INT4 `int4` in its place, if it is given."""
+        self.form = form
+        self.num_outputs, num_inputs = weight.shape
+        missing = -self.num_outputs % PANEL
+        self.num_inputs = num_inputs + -num_inputs % INPUT_MULTIPLE
+        self.scales: torch.Tensor | None = None
+        self.bias = None if bias is None else aligned(F.pad(bias.float(), (0, missing)))
+        if form is Form.INT4 and int4 is not None:
+            self.data = aligned(_int4_panels(int4.padded(self.num_outputs + missing, self.num_inputs // GROUP)))
+            return
+        rows = F.pad(weight, (0, self.num_inputs - num_inputs, 0, missing))
+        if form is Form.INT4:
+            self.data = aligned(_int4_panels(Int4.of(rows)))
+        elif form is Form.INT8:
+            scales = rows.float().abs().amax(dim=1).div(127).clamp(min=torch.finfo(torch.float32).tiny)
+            whole = (rows.float() / scales[:, None]).round() + 128
+            self.scales = aligned(scales)
+            self.data = aligned(_panels(whole.to(torch.uint8), 4))
+        else:
+            self.data = aligned(_panels(rows.to(DTYPES[form]), 1 if form is Form.FLOAT32 else 2))
+
+
+def _panels(rows: torch.Tensor, num_together: int) -> torch.Tensor:
+    """`[panels * 32, inputs]` → `[panels, inputs / num_together, 32, num_together]`."""
+    return rows.view(-1, PANEL, rows.shape[1] // num_together, num_together).transpose(1, 2)
+
+
+def _int4_panels(weight: Int4) -> torch.Tensor:
+    """Return the bytes of `weight`, whole panels of it, `[panels, groups, 640]`."""
+    num_groups = weight.factor.shape[1]
+    numbers = weight.numbers.view(-1, PANEL, num_groups, GROUP // 8, 4).permute(0, 2, 3, 1, 4)
+    scales = [x.view(-1, PANEL, num_groups).transpose(1, 2).contiguous().view(torch.uint8) for x in weight[1:]]
+    return torch.cat((numbers.reshape(-1, num_groups, GROUP // 2 * PANEL), *scales), dim=2)
+
+
+def interleaved(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return gate and up, one above the other in `[2 · inner, ...]`, in turns of 16 rows."""
+    halves = gate_up.view(2, -1, LANES, *gate_up.shape[1:])
+    return halves.transpose(0, 1).reshape(gate_up.shape)

@@ -1,0 +1,325 @@
+"""The decoder's step as a program of operations in C, and the pages its attention reads.
+
+The same layers as `Decoder`, whose loaded weights it takes over and packs; residuals stay in float32. What a row gets
+depends on its request alone, bit for bit: every operation keeps one order of sums, whatever rows there are.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from engine.attention.compiled import CompiledPages
+from engine.kernels.operations import (
+    ACTIVATIONS,
+    DTYPES,
+    INPUT_MULTIPLE,
+    LANES,
+    MAX_HEAD,
+    ROW_MULTIPLE,
+    Attend,
+    Cap,
+    Embed,
+    Epilogue,
+    Form,
+    Kind,
+    Norm,
+    Product,
+    Program,
+    Rotate,
+    Step,
+    Team,
+    aligned,
+    pointer,
+    zeros,
+)
+from engine.kernels.weights import Int4, PackedWeight, interleaved
+from engine.models.checkpoint import EMBEDDING, HEAD
+from engine.models.decoder import NORM_NAMES, Layer, embedding_scale
+from engine.models.decoder import Norm as DecoderNorm
+from engine.models.decoder_config import DecoderConfig
+from engine.models.linear import Linear
+from engine.models.mlp import DenseMlp
+from engine.models.rotary import RotaryEmbedding
+
+
+def why_not(config: DecoderConfig, block_size: int, dtype: torch.dtype, *, is_quantized: bool) -> str | None:
+    """Return what keeps this decoder from the operations in C; None: nothing."""
+    if dtype == torch.float16 and not is_quantized:
+        return "its weights are float16, which they do not have; --dtype bfloat16 and float32 they have"
+    sizes = {"hidden size": config.hidden_size, "MLP size": config.intermediate_size, "head size": config.head_dim}
+    for name, size in sizes.items():
+        if size % LANES:
+            return f"its {name} {size} is no multiple of {LANES}"
+    if config.head_dim > MAX_HEAD:
+        return f"its head size {config.head_dim} is above {MAX_HEAD}"
+    if any(experts is not None for experts in config.experts):
+        return "it has experts"
+    if block_size % LANES:
+        return f"--block-size {block_size} is no multiple of {LANES}"
+    if any(rope is not None and rope.dim % 2 for rope in config.ropes):
+        return "it rotates an odd number of dimensions"
+    return None
+
+
+T = TypeVar("T")
+Fill = Callable[[Mapping[str, torch.Tensor]], None]
+
+
+class Forms(NamedTuple):
+    """What weights of the layers, the head's, and keys and values are stored as."""
+
+    layers: Form
+    head: Form
+    pages: Form
+
+
+class CompiledDecoder:
+    """A `Model` whose step is one call into C."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        dtype: torch.dtype,
+        fill: Fill,
+        max_rows: int,
+        max_model_len: int,
+        team: Team,
+        forms: Forms,
+        int4: Mapping[str, Int4] | None = None,
+    ) -> None:
+        """Load and pack the weights, layer by layer, so that little lies in memory twice.
+
+        Args:
+            config: Of the decoder; see `why_not`.
+            dtype: Weights are read as.
+            fill: Copies tensors of the checkpoint, by their names, into the given ones.
+            max_rows: The most rows of a step.
+            max_model_len: The positions that can be rotated.
+            team: Runs the operations.
+            forms: What weights, keys and values are stored as.
+            int4: Weights that the checkpoint holds in 4 bits, by name: taken as they are where the form is INT4.
+
+        Raises:
+            UnsupportedModel: A rotary embedding cannot be had for so many positions.
+        """
+        self.config = config
+        self._team = team
+        self._forms = forms
+        self._max_rows = -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE
+        self._memory: list[Any] = []
+        self._hidden = self._room(config.hidden_size)
+        self._normed = self._room(config.hidden_size)
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        self._qkv = self._room(queries + 2 * keys)
+        self._queries = self._room(config.num_heads * forms.pages.query_bytes(config.head_dim), torch.uint8)
+        self._attended = self._room(queries)
+        self._gated = self._room(config.intermediate_size)
+        self._output = self._room(config.hidden_size)
+        self._inputs: dict[tuple[int, Form], torch.Tensor] = {}
+        self._rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
+        for rope in {rope for rope in config.ropes if rope}:
+            rotary = RotaryEmbedding(rope, max_model_len, torch.float32)
+            self._rotations[rope] = self._keep(aligned(rotary.cos)), self._keep(aligned(rotary.sin))
+        self._int4 = int4 or {}
+        self._places: dict[int, Int4] = {}
+        embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
+        fill({EMBEDDING: embedding})
+        self._embedding_form = Form.of("none", dtype)
+        self._embedding = self._keep(aligned(embedding.to(DTYPES[self._embedding_form])))
+        self._embedding_scale = embedding_scale(config, dtype)
+        if not config.ties_embeddings:
+            fill({HEAD: embedding})
+        self._head = self._logits_program(Linear(embedding))
+        del embedding
+        self._layers = [self._layer(index, dtype, fill) for index in range(config.num_layers)]
+        norm = DecoderNorm(config.hidden_size, config, dtype)
+        fill({"model.norm.weight": norm.weight})
+        self._final_norm = self._norm(norm, self._hidden, self._normed, Form.FLOAT32)
+        self._program: Program
+
+    def use_attention(self, pages: CompiledPages) -> None:
+        """See `Model.use_attention`."""
+        config = self.config
+        embed = Embed(Kind.EMBED, self._embedding_form, config.hidden_size, self._embedding_scale)
+        embed.table, embed.out = pointer(self._embedding), pointer(self._hidden)
+        operations: list[ctypes.Structure] = [embed]
+        for index, layer in enumerate(self._layers):
+            group, place = pages.places[index]
+            for operation in layer:
+                if isinstance(operation, Rotate | Attend):
+                    operation.group, operation.block_size = group, pages.block_size
+                    operation.pages = pointer(pages.pages[place])
+            operations += layer
+        self._program = Program([*operations, self._final_norm], [self._memory, pages])
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
+        """See `Model.forward`."""
+        step, _ = batch
+        step.token_ids, step.positions = pointer(token_ids), pointer(positions)
+        self._program.run(step, self._team)
+        return self._normed[: len(token_ids) * self.config.hidden_size].view(len(token_ids), -1).clone()
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """See `Model.logits`."""
+        logits = torch.empty(len(hidden), self.config.vocab_size)
+        rows = hidden.contiguous()
+        prepare, product, cap = self._head[0]
+        prepare.in_, product.out, cap.rows = pointer(rows), pointer(logits), pointer(logits)
+        for first in range(0, len(rows), self._max_rows):
+            count = min(self._max_rows, len(rows) - first)
+            prepare.in_ = pointer(rows[first:])
+            product.out = cap.rows = pointer(logits[first:])
+            self._head[1].run(Step(num_rows=count), self._team)
+        return logits
+
+    # -- description -------------------------------------------------------------------------------------------------
+
+    def _layer(self, index: int, dtype: torch.dtype, fill: Fill) -> list[ctypes.Structure]:
+        config, form = self.config, self._forms.pages
+        layer = Layer(config, index, dtype)
+        tensors = {f"model.layers.{index}.{name}": tensor for name, tensor in layer.destinations().items()}
+        fill(tensors)
+        self._places = {tensor.data_ptr(): self._int4[name] for name, tensor in tensors.items() if name in self._int4}
+        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+        width = queries + 2 * keys
+        mlp = layer.mlp
+        assert isinstance(mlp, DenseMlp)
+        norms = [layer.norms.get(name) if name else None for name in NORM_NAMES[config.traits.norm_places]]
+        operations = [
+            self._prepared(norms[0], self._hidden, config.hidden_size),
+            self._product(layer.qkv, config.hidden_size, self._qkv, width),
+        ]
+        for name, first, size in (("q_norm", 0, queries), ("k_norm", queries, keys)):
+            if name in layer.head_norms:
+                part = self._qkv[first:]
+                operations.append(self._norm(layer.head_norms[name], part, part, Form.FLOAT32, size, width))
+        rope = config.ropes[index]
+        cosines, sines = self._rotations[rope] if rope else (None, None)
+        operations += [
+            Rotate(
+                Kind.ROTATE, form, config.num_heads, config.num_kv_heads, config.head_dim, rope.dim if rope else 0, 0, 0
+            ),
+            Attend(
+                Kind.ATTEND,
+                form,
+                config.num_heads,
+                config.num_kv_heads,
+                config.head_dim,
+                config.windows[index] or 0,
+                0,
+                0,
+                config.attention_scale,
+                config.attention_softcap or 0.0,
+            ),
+        ]
+        rotate, attend = operations[-2:]
+        rotate.cosines, rotate.sines, rotate.qkv = pointer(cosines), pointer(sines), pointer(self._qkv)
+        rotate.queries = attend.queries = pointer(self._queries)
+        attend.out = pointer(self._attended)
+        operations.append(self._prepared(None, self._attended, queries))
+        operations += self._added(layer.output, queries, norms[1])
+        operations += [
+            self._prepared(norms[2], self._hidden, config.hidden_size),
+            self._product(mlp.gate_up, config.hidden_size, self._gated, config.intermediate_size, Epilogue.GATE),
+            self._prepared(None, self._gated, config.intermediate_size),
+        ]
+        return operations + self._added(mlp.down, config.intermediate_size, norms[3])
+
+    def _added(self, linear: Linear, num_inputs: int, norm: DecoderNorm | None) -> list[ctypes.Structure]:
+        size, multiplier = self.config.hidden_size, self.config.residual_multiplier
+        if norm is None:
+            return [self._product(linear, num_inputs, self._hidden, size, Epilogue.ADD)]
+        added = self._norm(norm, self._output, self._hidden, Form.FLOAT32)
+        added.adds, added.multiplier = 1, multiplier
+        return [self._product(linear, num_inputs, self._output, size), added]
+
+    def _prepared(self, norm: DecoderNorm | None, rows: torch.Tensor, size: int, form: Form | None = None) -> Norm:
+        """Describe the change of rows into inputs of products with weights of `form`, that of layers by default."""
+        form = (form or self._forms.layers).of_inputs
+        operation = self._norm(norm, rows, self._input(size, form), form, size, size)
+        operation.out_stride = size + -size % INPUT_MULTIPLE
+        return operation
+
+    def _norm(
+        self,
+        norm: DecoderNorm | None,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+        form: Form,
+        size: int | None = None,
+        stride: int | None = None,
+    ) -> Norm:
+        size = size or self.config.hidden_size
+        stride = stride or size
+        weight = None
+        if norm is not None:
+            weight = norm.weight.float() + (1 if self.config.traits.norm == "unit_offset" else 0)
+            weight = self._keep(aligned(weight))
+        part = size if weight is None else len(weight)
+        operation = Norm(Kind.NORM, form, part, size // part, 0, self.config.norm_eps, 1.0)
+        operation.weight, operation.in_, operation.out = pointer(weight), pointer(rows), pointer(out)
+        operation.in_stride = operation.out_stride = stride
+        return operation
+
+    def _product(
+        self,
+        linear: Linear,
+        num_inputs: int,
+        out: torch.Tensor,
+        stride: int,
+        epilogue: Epilogue = Epilogue.STORE,
+        form: Form | None = None,
+    ) -> Product:
+        form = form or self._forms.layers
+        weight, bias, int4 = linear.weight, linear.bias, None
+        if form is Form.INT4:
+            int4 = self._stored_int4(weight)
+        if epilogue is Epilogue.GATE:
+            weight, bias = interleaved(weight), None if bias is None else interleaved(bias)
+            int4 = None if int4 is None else Int4(*map(interleaved, int4))
+        packed = self._keep(PackedWeight(weight, bias, form, int4))
+        activation = ACTIVATIONS[self.config.activation]
+        operation = Product(Kind.LINEAR, form, packed.num_outputs, packed.num_inputs, epilogue, activation)
+        operation.multiplier = self.config.residual_multiplier
+        operation.weight, operation.scales = pointer(packed.data), pointer(packed.scales)
+        operation.bias, operation.in_ = pointer(packed.bias), pointer(self._input(num_inputs, form.of_inputs))
+        operation.out, operation.out_stride = pointer(out), stride
+        return operation
+
+    def _stored_int4(self, weight: torch.Tensor) -> Int4 | None:
+        """Return what the checkpoint holds in 4 bits of all rows of `weight`, which may be several of its tensors."""
+        parts, row = [], 0
+        while row < len(weight):
+            part = self._places.get(weight[row].data_ptr())
+            if part is None:
+                return None
+            parts.append(part)
+            row += len(part.factor)
+        return Int4(*map(torch.cat, zip(*parts, strict=True)))
+
+    def _logits_program(self, head: Linear) -> tuple[list[Any], Program]:
+        hidden_size, vocab_size, form = self.config.hidden_size, self.config.vocab_size, self._forms.head
+        prepare = self._prepared(None, self._hidden, hidden_size, form)
+        product = self._product(head, hidden_size, self._output, vocab_size, form=form)
+        cap = Cap(Kind.CAP, self.config.vocab_size, self.config.logits_divisor, self.config.logits_softcap or 0.0)
+        operations = [prepare, product, cap]
+        changes = self.config.logits_divisor != 1 or self.config.logits_softcap
+        return operations, Program(operations if changes else operations[:2], [])
+
+    def _input(self, size: int, form: Form) -> torch.Tensor:
+        """Return the room for inputs of products over `size` numbers; what pads them stays zero."""
+        if (size, form) not in self._inputs:
+            row_bytes = form.row_bytes(size + -size % INPUT_MULTIPLE)
+            self._inputs[size, form] = self._keep(zeros(self._max_rows * row_bytes, torch.uint8))
+        return self._inputs[size, form]
+
+    def _room(self, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return self._keep(zeros(self._max_rows * size, dtype))
+
+    def _keep(self, memory: T) -> T:
+        self._memory.append(memory)
+        return memory

@@ -1,0 +1,133 @@
+"""Attention in C against the readable attention, with windows, caps, sinks, long contexts and split keys."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention.base import AttentionBatch, RequestRows
+from engine.attention.compiled import CompiledPages
+from engine.attention.reference import ReferenceAttention
+from engine.kernels.library import load, supported_variants
+from engine.kernels.operations import Attend, Form, Kind, Program, Rotate, Team, pointer, zeros
+from engine.kv_cache.spec import KVCacheSpec
+
+torch.set_num_threads(1)
+BLOCK_SIZE = 16
+NUM_BLOCKS = 400
+
+
+class Attention:
+    """Both kinds of pages, with the same requests."""
+
+    def __init__(self, form: Form, num_heads: int, num_kv_heads: int, head_dim: int, variant: str) -> None:
+        dtype = {Form.FLOAT32: torch.float32, Form.BFLOAT16: torch.bfloat16, Form.INT8: torch.int8}[form]
+        spec = KVCacheSpec(num_layers=1, num_kv_heads=num_kv_heads, head_dim=head_dim, item_size_bytes=4)
+        groups = spec.groups(10**6)
+        self.form, self.sizes = form, (num_heads, num_kv_heads, head_dim)
+        self.library = load(variant)
+        self.pages = CompiledPages(spec, groups, num_heads, NUM_BLOCKS, BLOCK_SIZE, dtype)
+        self.reference = ReferenceAttention(spec, groups, num_heads, NUM_BLOCKS, BLOCK_SIZE, torch.float32)
+
+    def run(
+        self,
+        qkv: torch.Tensor,
+        rows: list[RequestRows],
+        window: int | None = None,
+        cap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        num_threads: int = 1,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what the operations in C and the readable attention give for `qkv [rows, heads + 2 K/V heads, d]`."""
+        num_heads, num_kv_heads, head_dim = self.sizes
+        sizes = (num_heads, num_kv_heads, head_dim)
+        batch = AttentionBatch([self._slots(rows)], rows)
+        q, k, v = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
+        prepared = self.reference.prepare(batch)
+        expected = self.reference.attend(0, q, k, v, head_dim**-0.5, window, cap, sinks, prepared)
+        step, _ = kept = self.pages.prepare(batch)
+        positions = np.concatenate([np.arange(row.start, row.start + row.num_rows) for row in rows])
+        step.positions = pointer(positions)
+        queries = zeros(len(qkv) * num_heads * self.form.query_bytes(head_dim), torch.uint8)
+        out = torch.zeros(len(qkv), num_heads, head_dim)
+        rotate = Rotate(Kind.ROTATE, self.form, *sizes, 0, 0, BLOCK_SIZE)
+        attend = Attend(Kind.ATTEND, self.form, *sizes, window or 0, 0, BLOCK_SIZE, head_dim**-0.5, cap or 0.0)
+        rotate.qkv, rotate.queries, rotate.pages = pointer(qkv), pointer(queries), pointer(self.pages.pages[0])
+        attend.queries, attend.pages, attend.out = pointer(queries), pointer(self.pages.pages[0]), pointer(out)
+        attend.sinks = pointer(sinks)
+        Program([rotate, attend], [kept]).run(step, Team(self.library, num_threads, 20_000))
+        return out, expected
+
+    def _slots(self, rows: list[RequestRows]) -> torch.Tensor:
+        slots = []
+        for row in rows:
+            span = np.arange(row.start, row.start + row.num_rows)
+            slots.append(row.block_tables[0][span // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + span % BLOCK_SIZE)
+        return torch.from_numpy(np.concatenate(slots))
+
+
+def rows_of(*parts: tuple[int, int]) -> list[RequestRows]:
+    """Return (start, number of rows) of requests that have 20 blocks each, in no order."""
+    blocks = np.random.default_rng(0).permutation(np.arange(1, NUM_BLOCKS, dtype=np.int32))
+    firsts = itertools.accumulate((count for _, count in parts), initial=0)
+    tables = np.array_split(blocks, len(parts))
+    return [
+        RequestRows(first, count, start, [table])
+        for first, (start, count), table in zip(firsts, parts, tables, strict=False)
+    ]
+
+
+def draw(num_rows: int, num_heads: int, head_dim: int) -> torch.Tensor:
+    return torch.randn(num_rows, num_heads, head_dim, generator=torch.Generator().manual_seed(0))
+
+
+TOLERANCE = {Form.FLOAT32: 2e-6, Form.BFLOAT16: 0.02, Form.INT8: 0.04}
+
+
+@pytest.mark.parametrize("variant", supported_variants())
+@pytest.mark.parametrize("form", TOLERANCE)
+@pytest.mark.parametrize(
+    ("heads", "window", "cap", "has_sinks"),
+    [
+        ((6, 2, 64), None, None, False),
+        ((4, 4, 16), 9, None, False),
+        ((8, 1, 80), None, 2.0, True),
+        ((16, 1, 32), 33, 2.0, True),
+    ],
+)
+def test_it_is_what_the_readable_attention_gives(
+    variant: str, form: Form, heads: tuple[int, int, int], window: int | None, cap: float | None, has_sinks: bool
+) -> None:
+    attention = Attention(form, *heads, variant)
+    sinks = torch.linspace(-1, 2, heads[0]) if has_sinks else None
+    for parts in ([(0, 40), (0, 3), (0, 70)], [(40, 1), (3, 7), (70, 1)]):
+        rows = rows_of(*parts)
+        qkv = draw(sum(count for _, count in parts), heads[0] + 2 * heads[1], heads[2])
+        found, expected = attention.run(qkv, rows, window, cap, sinks)
+        torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[form])
+
+
+@pytest.mark.parametrize("form", TOLERANCE)
+@pytest.mark.parametrize("window", [None, 700])
+def test_threads_that_share_the_keys_of_one_long_request_change_no_bit(form: Form, window: int | None) -> None:
+    attention = Attention(form, 3, 1, 32, supported_variants()[-1])
+    attention.run(draw(1800, 5, 32), rows_of((0, 1800)), window)
+    one = draw(1, 5, 32)
+    found, expected = attention.run(one, rows_of((1800, 1)), window)
+    torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[form])
+    for num_threads in (2, 3, 5):
+        assert torch.equal(attention.run(one, rows_of((1800, 1)), window, num_threads=num_threads)[0], found)
+
+
+@pytest.mark.parametrize("form", TOLERANCE)
+def test_no_number_in_a_key_or_a_value_reaches_all_that_see_it_and_nobody_else(form: Form) -> None:
+    attention = Attention(form, 2, 1, 16, supported_variants()[-1])
+    for head in (2, 3):
+        qkv = draw(40, 4, 16)
+        qkv[20, head, 3] = torch.nan
+        found, _ = attention.run(qkv, rows_of((0, 40)))
+        assert found[:20].isfinite().all()
+        assert not found[20:].isfinite().flatten(1).all(dim=1).any()

@@ -1,0 +1,81 @@
+"""The library is compiled once, whole or not at all, and where it cannot be had the reason is said."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from engine.kernels import library
+from engine.kernels.library import NoKernels, load, supported_variants
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("METRONOME_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(library, "load", load.__wrapped__)
+    return tmp_path / "cache"
+
+
+def fake_compiler(folder: Path, script: str) -> str:
+    path = folder / "cc"
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(path.stat().st_mode | stat.S_IEXEC)
+    return str(path)
+
+
+def built(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.rglob("*") if path.is_file())
+
+
+def test_plain_c_is_always_there_and_the_best_comes_last() -> None:
+    assert supported_variants()[0] == "plain"
+    assert list(library.VARIANTS)[: len(supported_variants())] == supported_variants()
+
+
+def test_a_second_load_compiles_nothing(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    count = tmp_path / "count"
+    compiler = fake_compiler(tmp_path, f'[ "$1" = --version ] || echo >> {count}; exec gcc "$@"')
+    monkeypatch.setenv("CC", compiler)
+    for _ in range(2):
+        library.load("plain")
+    assert built(own_cache) == ["plain.so"]
+    assert count.read_text() == "\n"
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo it broke >&2; exit 1", "it broke"),
+        ('[ "$1" = --version ] || kill -9 $$', "failed"),
+    ],
+)
+def test_a_compiler_that_fails_is_a_reason_and_leaves_nothing(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
+) -> None:
+    monkeypatch.setenv("CC", fake_compiler(tmp_path, script))
+    with pytest.raises(NoKernels, match=reason):
+        library.load("plain")
+    assert built(own_cache) == []
+
+
+def test_without_a_compiler_the_reason_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    with pytest.raises(NoKernels, match="no C compiler"):
+        library.load("plain")
+
+
+def test_a_cache_that_cannot_be_written_is_a_reason(own_cache: Path) -> None:
+    own_cache.write_text("a file, not a folder")
+    with pytest.raises(NoKernels, match="cache"):
+        library.load("plain")
+
+
+def test_other_source_is_another_library(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    library.load("plain")
+    monkeypatch.setattr(library, "OPTIONS", (*library.OPTIONS, "-DOTHER"))
+    library.load("plain")
+    assert len(os.listdir(own_cache / "kernels")) == 2

@@ -1,0 +1,137 @@
+"""The decoder on operations in C: transformers' logits in float32; in every form the same bits however rows come."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.attention.base import AttentionBatch, RequestRows
+from engine.attention.compiled import CompiledPages
+from engine.kernels.library import load, supported_variants
+from engine.kernels.operations import Form, Team
+from engine.kv_cache.spec import NULL_BLOCK, KVCacheSpec, num_skipped_blocks
+from engine.models.checkpoint import read_config
+from engine.models.compiled_decoder import CompiledDecoder, Forms, why_not
+from engine.models.registry import decoder_config
+from engine.models.weights import WeightReader
+from tests.models.conftest import FAMILIES, longrope
+
+BLOCK_SIZE = 16
+BLOCKS_A_REQUEST = 6
+MAX_MODEL_LEN = 96
+HEADS = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}
+CHANGES: dict[str, dict[str, Any]] = {
+    "llama with wide heads, one K/V head each": {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 32},
+    "llama with longrope": {"rope_parameters": longrope(8)},
+    "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48},
+    "phi3": {"num_key_value_heads": 3},
+    "phi3 with a part rotated, longrope and windows": {
+        "rope_parameters": longrope(6) | {"partial_rotary_factor": 0.75}
+    },
+}
+"""What a family needs beyond `HEADS`, for heads that are multiples of 16."""
+DENSE = [family for family, (name, _) in FAMILIES.items() if name not in ("Mixtral", "Qwen3Moe")]
+FLOAT32 = Forms(Form.FLOAT32, Form.FLOAT32, Form.FLOAT32)
+FORMS = {
+    "float32": FLOAT32,
+    "bfloat16": Forms(Form.BFLOAT16, Form.BFLOAT16, Form.BFLOAT16),
+    "int8": Forms(Form.INT8, Form.INT8, Form.BFLOAT16),
+    "int4 with an int8 head and int8 keys": Forms(Form.INT4, Form.INT8, Form.INT8),
+}
+
+
+class Stack:
+    """A compiled decoder and its pages; each request has blocks of its own in each group of layers."""
+
+    def __init__(self, folder: Path, forms: Forms = FLOAT32, variant: str | None = None, num_threads: int = 1) -> None:
+        config = decoder_config(read_config(folder))
+        dtype = torch.float32 if forms.layers is Form.FLOAT32 else torch.bfloat16
+        assert why_not(config, BLOCK_SIZE, dtype, is_quantized=False) is None
+        fill = WeightReader(folder, 0, lambda done, total: None).fill
+        team = Team(load(variant), num_threads, 20_000)
+        self.model = CompiledDecoder(config, dtype, fill, 512, MAX_MODEL_LEN, team, forms)
+        kv_dtype = torch.int8 if forms.pages is Form.INT8 else dtype
+        spec = KVCacheSpec(
+            num_layers=config.num_layers,
+            num_kv_heads=config.num_kv_heads,
+            head_dim=config.head_dim,
+            item_size_bytes=kv_dtype.itemsize,
+            scale_size_bytes=4 if kv_dtype == torch.int8 else 0,
+            windows=config.windows,
+        )
+        self.groups = spec.groups(MAX_MODEL_LEN)
+        num_blocks = 1 + 12 * BLOCKS_A_REQUEST * len(self.groups)
+        self.pages = CompiledPages(spec, self.groups, config.num_heads, num_blocks, BLOCK_SIZE, kv_dtype)
+        self.model.use_attention(self.pages)
+
+    @torch.inference_mode()
+    def logits(self, parts: list[tuple[int, list[int], int]]) -> list[torch.Tensor]:
+        """Run (request, its tokens of this step, their start) in one step; returns the logits of every row."""
+        rows, positions, first = [], [], 0
+        for request, tokens, start in parts:
+            rows.append(RequestRows(first, len(tokens), start, self._block_tables(request, start)))
+            positions.append(np.arange(start, start + len(tokens)))
+            first += len(tokens)
+        batch = self.pages.prepare(AttentionBatch([], rows))
+        token_ids = torch.tensor([token for _, tokens, _ in parts for token in tokens])
+        hidden = self.model.forward(token_ids, torch.from_numpy(np.concatenate(positions)), batch)
+        return list(self.model.logits(hidden).split([len(tokens) for _, tokens, _ in parts]))
+
+    def _block_tables(self, request: int, start: int) -> list[np.ndarray]:
+        tables = []
+        for index in range(len(self.groups)):
+            first = 1 + (request * len(self.groups) + index) * BLOCKS_A_REQUEST
+            table = np.arange(first, first + BLOCKS_A_REQUEST, dtype=np.int32)
+            table[: num_skipped_blocks(self.groups[index], start, BLOCK_SIZE)] = NULL_BLOCK
+            tables.append(table)
+        return tables
+
+
+def draw_prompt(length: int, seed: int) -> list[int]:
+    return torch.randint(0, 199, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("family", DENSE)
+def test_logits_equal_those_of_transformers(family: str, make_checkpoint: Any) -> None:
+    folder, model = make_checkpoint(family, **(HEADS | CHANGES.get(family, {})))
+    tokens = draw_prompt(70, seed=1)
+    (logits,) = Stack(folder).logits([(0, tokens, 0)])
+    expected = model(torch.tensor([tokens]), use_cache=False).logits[0]
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+    assert torch.equal(logits.argmax(-1), expected.argmax(-1))
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma 2", "olmo2", "smollm3 with windows"])
+@pytest.mark.parametrize("forms", FORMS)
+@pytest.mark.parametrize("variant", supported_variants())
+def test_bits_do_not_depend_on_chunks_neighbours_or_threads(
+    make_checkpoint: Any, variant: str, forms: str, family: str
+) -> None:
+    folder, _ = make_checkpoint(family, **HEADS)
+    stack = Stack(folder, FORMS[forms], variant)
+    tokens = draw_prompt(83, seed=5)
+    (whole,) = stack.logits([(0, tokens, 0)])
+    assert whole.isfinite().all()
+    chunks = [stack.logits([(1, tokens[i : i + 5], i)])[0] for i in range(0, 83, 5)]
+    one_by_one = [stack.logits([(2, [token], i)])[0] for i, token in enumerate(tokens[:19])]
+    among_others = []
+    for start in range(0, 83, 9):
+        others = [(3 + i, draw_prompt(1 + 2 * i, seed=start + i), min(start, 80 - 2 * i)) for i in range(7)]
+        among_others.append(stack.logits([*others[:2], (10, tokens[start : start + 9], start), *others[2:]])[2])
+    threads = [Stack(folder, FORMS[forms], variant, num_threads).logits([(0, tokens, 0)])[0] for num_threads in (2, 3)]
+    for pieces in (chunks, one_by_one, among_others, threads[:1], threads[1:]):
+        assert torch.equal(torch.cat(pieces), whole[: sum(map(len, pieces))])
+
+
+@pytest.mark.parametrize("forms", FORMS)
+def test_quantized_logits_are_near_those_of_float32(make_checkpoint: Any, forms: str) -> None:
+    folder, _ = make_checkpoint("llama", **HEADS)
+    tokens = draw_prompt(60, seed=2)
+    (exact,), (found,) = Stack(folder).logits([(0, tokens, 0)]), Stack(folder, FORMS[forms]).logits([(0, tokens, 0)])
+    error = (found - exact).norm() / exact.norm()
+    assert error < {"float32": 1e-5, "bfloat16": 0.03, "int8": 0.05}.get(forms, 0.3), error
