@@ -10,13 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from engine.client.async_llm import AsyncLLM
+    from engine.client.input_processor import Conversation
     from engine.client.output_processor import CompletionOutput, RequestOutput
+    from engine.client.session import Session
     from engine.client.stream import Stream
     from engine.config import EngineConfig
     from engine.errors import EngineDeadError, MetronomeError, UtilityError, UtilityTimeout
     from engine.launch import open_engine
     from engine.llm import LLM
     from engine.llm_engine import LLMEngine
+    from engine.sampling.logits_processor import LogitsProcessor
     from engine.sampling_params import OutputKind, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
@@ -26,12 +29,15 @@ _HOME = {
     "LLMEngine": "engine.llm_engine",
     "AsyncLLM": "engine.client.async_llm",
     "CompletionOutput": "engine.client.output_processor",
+    "Conversation": "engine.client.input_processor",
     "EngineConfig": "engine.config",
     "EngineDeadError": "engine.errors",
+    "LogitsProcessor": "engine.sampling.logits_processor",
     "MetronomeError": "engine.errors",
     "OutputKind": "engine.sampling_params",
     "RequestOutput": "engine.client.output_processor",
     "SamplingParams": "engine.sampling_params",
+    "Session": "engine.client.session",
     "Stream": "engine.client.stream",
     "StructuredOutputsParams": "engine.sampling_params",
     "UtilityError": "engine.errors",
@@ -43,13 +49,16 @@ __all__ = [
     "LLM",
     "AsyncLLM",
     "CompletionOutput",
+    "Conversation",
     "EngineConfig",
     "EngineDeadError",
     "LLMEngine",
+    "LogitsProcessor",
     "MetronomeError",
     "OutputKind",
     "RequestOutput",
     "SamplingParams",
+    "Session",
     "Stream",
     "StructuredOutputsParams",
     "UtilityError",

@@ -23,6 +23,8 @@ Quantization = Literal["none", "int8", "int4"]
 HeadQuantization = Literal["auto", "none", "int8", "int4"]
 KVCacheDtype = Literal["auto", "float32", "bfloat16", "int8"]
 Kernels = Literal["auto", "compiled", "torch"]
+ToolCallParser = Literal["auto", "hermes", "llama3_json", "mistral", "pythonic", "none"]
+ReasoningParser = Literal["auto", "think", "none"]
 ModelImpl = Literal["auto", "own", "transformers"]
 
 
@@ -134,6 +136,9 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
         SchedulingPolicy,
         Meta(description="order of requests: by arrival, by their priority, or in turn by client (user)"),
     ] = "fcfs"
+    stream_interval: Annotated[
+        int, Meta(description="new tokens an output of a stream waits for; requests may ask for more", ge=1, le=65536)
+    ] = 1
     seed: Annotated[
         int, Meta(description="of the client's generator, for requests without a seed", ge=0, le=2**63 - 1)
     ] = 0
@@ -173,6 +178,14 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
     chat_template: (
         Annotated[str, Meta(description="file of a Jinja chat template, in place of the model's own")] | None
     ) = None
+    tool_call_parser: Annotated[
+        ToolCallParser,
+        Meta(description="how the model writes calls of tools; auto looks into its chat template"),
+    ] = "auto"
+    reasoning_parser: Annotated[
+        ReasoningParser,
+        Meta(description="whether the model writes reasoning, in think tags; auto looks into its chat template"),
+    ] = "auto"
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Meta(description="least severity that is logged")
     ] = "info"

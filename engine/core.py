@@ -168,6 +168,13 @@ class EngineCore:
         if awaits_it:
             self._begin_turn(request)
 
+    def close_sessions(self) -> None:
+        """Let every session end after the parts it has."""
+        for request in list(self._requests.values()):
+            parts = request.session
+            if parts is not None and not (parts and parts[-1].is_last):
+                self.extend(SessionPart(request.request_id, []))
+
     def abort(self, request_ids: Iterable[RequestId], reason: AbortReason = AbortReason.CLIENT) -> None:
         """End these requests now, whatever they do; tokens still in flight are dropped. Ended ids are ignored."""
         is_stop = reason is AbortReason.STOP_STRING

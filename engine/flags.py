@@ -33,6 +33,7 @@ SAMPLING_HELP = {
     "allowed_token_ids": "a token id that may be drawn, all others may not; may be given several times",
     "bad_words": "a word that must not come in the output; may be given several times",
     "logprobs": "tell each token's logprob and rank, and this many likeliest tokens, 0 to 20",
+    "logprob_token_ids": "a token id whose logprob is told in place of the likeliest; may be given several times",
     "prompt_logprobs": "likewise for the prompt",
     "seed": "draws depend on (seed, position) alone; drawn when unset",
     "max_tokens": "most tokens to generate; up to the context's end when unset",
@@ -41,15 +42,18 @@ SAMPLING_HELP = {
     "stop_token_ids": "a token id that ends the text; may be given several times",
     "structured_outputs": "the text's form; JSON of one of json, json_object, regex, choice, grammar, structural_tag",
     "repetition_detection": "end output that goes in circles; JSON of max_pattern_size, min_pattern_size, min_count",
+    "truncate_prompt_tokens": "keep only this many last tokens of the prompt; -1 for as many as fit",
     "skip_reading_prefix_cache": "compute the whole prompt, whatever is cached",
     "ignore_eos": "go on past the model's end token",
     "include_stop_str_in_output": "keep the stop string in the text",
     "skip_special_tokens": "leave special tokens out of the text",
+    "detokenize": "make text of the tokens",
+    "stream_interval": "new tokens that an output of a stream waits for",
     "n": "completions to draw, 1 to 128",
 }
 """The fields of `SamplingParams` that have a flag, in the order of the help."""
 
-SHARED = ("seed",)
+SHARED = ("seed", "stream_interval")
 """Fields of `EngineConfig` whose flags are the sampling parameters' where a verb has both."""
 _SHORT = {"data_parallel_size": ("-dp",)}
 """What some flags are called too."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import msgspec
 from tqdm import tqdm
@@ -25,6 +25,9 @@ from engine.client.synchronous import STOP_TIMEOUT_S
 from engine.llm_engine import Isolation, LLMEngine
 from engine.metrics import SchedulerStats
 from engine.sampling_params import OutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from engine.sampling.logits_processor import LogitsProcessor
 
 
 class LLM:
@@ -38,8 +41,17 @@ class LLM:
         client: The face of the engine, for who measures it.
     """
 
-    def __init__(self, model: str | None = None, *, isolation: Isolation = "none", **settings: Any) -> None:
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        isolation: Isolation = "none",
+        logits_processors: Sequence[LogitsProcessor] = (),
+        **settings: Any,
+    ) -> None:
         """Load `model` (the default model when None); `settings` are the fields of `EngineConfig`.
+
+        `logits_processors`, see `engine.LogitsProcessor`, are applied in their order, in this thread.
 
         With isolation "process" the engine runs in a process of its own, until `shutdown` or this process's end.
 
@@ -48,7 +60,7 @@ class LLM:
             ModelError: The model cannot be served.
             EngineDeadError: The engine's process died while starting.
         """
-        self._engine = LLMEngine(model, isolation=isolation, **settings)
+        self._engine = LLMEngine(model, isolation=isolation, logits_processors=logits_processors, **settings)
         self.config = self._engine.config
         self.tokenizer = self._engine.tokenizer
         self.model_name = self._engine.model_name
@@ -79,7 +91,7 @@ class LLM:
             RequestError: A prompt or parameter was refused; nothing was started.
             EngineDeadError: The engine died.
         """
-        many: Any = [prompts] if _is_one(prompts) else list(prompts)
+        many: Any = [prompts] if _is_one(prompts) else list(cast(Any, prompts))
         params = params or SamplingParams(**self.tokenizer.sampling_defaults)
         return self._run(many, msgspec.structs.replace(params, output_kind=OutputKind.FINAL_ONLY), use_tqdm)
 

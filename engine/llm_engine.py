@@ -17,20 +17,26 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, cast
 
+from engine.client.inproc import InprocClient
 from engine.client.input_processor import InputProcessor, PromptInput, RequestOptions
 from engine.client.interrupts import InterruptsHeld
 from engine.client.output_processor import RequestOutput, RequestState
 from engine.client.synchronous import STOP_TIMEOUT_S
 from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.launch import check_face, make_client
 from engine.loading import open_model
 from engine.metrics import SchedulerStats
+from engine.models import NULL_MODEL
 from engine.outputs import RequestId
 from engine.progress import show_progress
 from engine.protocol import AbortReason, EngineCoreOutputs, EngineCoreRequest, ResetPrefixCache
 from engine.sampling_params import OutputKind, SamplingParams
+
+if TYPE_CHECKING:
+    from engine.sampling.logits_processor import LogitsProcessor
 
 _NO_OPTIONS = RequestOptions()
 Isolation = Literal["none", "process"]
@@ -47,8 +53,17 @@ class LLMEngine:
         client: The face of the engine, for who measures it or asks it for a verb.
     """
 
-    def __init__(self, model: str | None = None, *, isolation: Isolation = "none", **settings: Any) -> None:
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        isolation: Isolation = "none",
+        logits_processors: Sequence[LogitsProcessor] = (),
+        **settings: Any,
+    ) -> None:
         """Load `model` (the default model when None); `settings` are the fields of `EngineConfig`.
+
+        `logits_processors` are applied in their order, in this thread.
 
         Raises:
             ConfigError: A setting is wrong or the model cannot be had.
@@ -57,10 +72,16 @@ class LLMEngine:
         """
         asked = EngineConfig.of(**settings) if model is None else EngineConfig.of(model=model, **settings)
         check_face(isolation, trio=False, data_parallel_size=asked.data_parallel_size)
+        _check_logits_processors(logits_processors, isolation, asked.model)
         with show_progress() as progress:
             self.config, self.tokenizer, self.model_name = open_model(asked, progress)
             self.client = make_client(self.config, isolation=isolation, trio=False, progress=progress)
-        self._input_processor = InputProcessor(self.config, self.client.ready, self.tokenizer)
+        if logits_processors:
+            runner: Any = cast(InprocClient, self.client).runner
+            runner.logits_processors = tuple(logits_processors)
+        self._input_processor = InputProcessor(
+            self.config, self.client.ready, self.tokenizer, has_logits_processors=bool(logits_processors)
+        )
         self._slots: dict[RequestId, RequestState] = {}
         self._news: list[RequestOutput] = []
 
@@ -165,7 +186,7 @@ class LLMEngine:
             RequestError: The prompt, an option or a parameter was refused.
         """
         params = params or SamplingParams(**self.tokenizer.sampling_defaults)
-        tokenized = self._input_processor.tokenize(prompt)
+        tokenized = self._input_processor.tokenize(prompt, params)
         label, requests = self._input_processor.make_requests(tokenized, params, options)
         kind = params.output_kind or kind
         state = RequestState(label, tokenized.text, requests, kind, self.tokenizer, time.monotonic())
@@ -203,3 +224,14 @@ class LLMEngine:
         if stopped:
             self.client.abort_requests(stopped, AbortReason.STOP_STRING)
         self._news += [news for news in map(RequestState.fetch_all, touched.values()) if news is not None]
+
+
+def _check_logits_processors(logits_processors: Sequence[LogitsProcessor], isolation: str, model: str) -> None:
+    """Refuse processors where they could not be called; raises ConfigError."""
+    if logits_processors and isolation != "none":
+        raise ConfigError(f'logits_processors are called in this thread: they need isolation="none", got {isolation!r}')
+    if logits_processors and model == NULL_MODEL:
+        raise ConfigError("logits_processors need a model with logits, and the integer model has none")
+    for processor in logits_processors:
+        if not callable(processor):
+            raise ConfigError(f"a logits processor is called with logits and rows, and {processor!r:.80} cannot be")

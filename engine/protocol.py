@@ -2,7 +2,8 @@
 
 ::
 
-    client → engine   Configure, EngineCoreRequest, AbortRequest, UtilityCall, StepsRead, Drain, Shutdown, Acknowledge
+    client → engine   Configure, EngineCoreRequest, SessionPart, AbortRequest, UtilityCall, StepsRead, Drain, Shutdown,
+                      Acknowledge
     engine → client   EngineHello, StartProgress, EngineReady, EngineCoreOutputs, EngineDead, EngineStopped
 
 Exactly one `EngineCoreOutput` with a finish reason comes back for each accepted request, and it is the last one for
@@ -142,7 +143,17 @@ class Acknowledge(Message, frozen=True):
     """The client has read the engine's last word; the engine may exit."""
 
 
-ClientMessage = Configure | EngineCoreRequest | AbortRequest | UtilityCall | StepsRead | Drain | Shutdown | Acknowledge
+ClientMessage = (
+    Configure
+    | EngineCoreRequest
+    | SessionPart
+    | AbortRequest
+    | UtilityCall
+    | StepsRead
+    | Drain
+    | Shutdown
+    | Acknowledge
+)
 
 
 class EngineCoreEvent(Message, frozen=True):

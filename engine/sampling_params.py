@@ -7,12 +7,12 @@ for a request without one, the default of `max_tokens`) is resolved into a copy 
 from __future__ import annotations
 
 import enum
-import math
 from typing import Any
 
 import msgspec
 
 from engine.errors import InvalidRequest
+from engine.parameter_checks import check_count, check_int, check_number, check_text, freeze_list, shown
 from engine.structured_output.params import StructuredOutputsParams as StructuredOutputsParams  # part of this interface
 from engine.structured_output.params import structured_outputs_params as structured_outputs_params
 
@@ -38,6 +38,10 @@ MAX_BAD_WORD_CHARS = 256
 """Longest word to forbid."""
 MAX_LOGPROBS = 20
 """Most likeliest tokens that may be told beside each token."""
+MAX_LOGPROB_TOKEN_IDS = 128
+"""Most token ids whose logprobs may be told beside each token."""
+MAX_STREAM_INTERVAL = 65_536
+"""Most tokens that one output of a stream may be made to wait for."""
 MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100.0
 """Beyond these, logits of the usual size would leave what float32 tells apart."""
 MAX_TOP_K = 2**31 - 1
@@ -46,7 +50,13 @@ GREEDY_BELOW = 1e-5
 """Temperatures under this take the arg max; no scaling is applied."""
 
 
-_SWITCHES = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "skip_reading_prefix_cache")
+_SWITCHES = (
+    "ignore_eos",
+    "include_stop_str_in_output",
+    "skip_special_tokens",
+    "skip_reading_prefix_cache",
+    "detokenize",
+)
 
 
 class OutputKind(enum.StrEnum):
@@ -55,6 +65,13 @@ class OutputKind(enum.StrEnum):
     DELTA = "delta"
     CUMULATIVE = "cumulative"
     FINAL_ONLY = "final_only"
+
+
+class ReasoningTokens(msgspec.Struct, frozen=True):
+    """Between which tokens a model writes reasoning; `start` is None where the prompt ends with it."""
+
+    start: int | None
+    end: int
 
 
 class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,9 +94,9 @@ class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
             InvalidRequest: A value is of the wrong type or out of its range; the caller's fault.
         """
         try:
-            _check_int("max_pattern_size", self.max_pattern_size, 0, MAX_PATTERN_SIZE)
-            _check_int("min_pattern_size", self.min_pattern_size, 0, self.max_pattern_size)
-            _check_int("min_count", self.min_count, 2, MAX_PATTERN_COUNT)
+            check_int("max_pattern_size", self.max_pattern_size, 0, MAX_PATTERN_SIZE)
+            check_int("min_pattern_size", self.min_pattern_size, 0, self.max_pattern_size)
+            check_int("min_count", self.min_count, 2, MAX_PATTERN_COUNT)
         except InvalidRequest as error:
             raise InvalidRequest(f"repetition_detection: {error}", param="repetition_detection") from None
 
@@ -102,6 +119,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         bad_words: Words that must not come in the output, at its start or after a space.
         logprobs: Tell each token's logprob and rank, and the logprobs of this many likeliest ones, 0 to 20; None for
             none. They are the model's own, before every parameter here.
+        logprob_token_ids: Tell the logprobs of these tokens, at most 128, in place of the likeliest ones.
         prompt_logprobs: Likewise for the prompt's tokens but the first; nothing cached is then read.
         seed: Draws depend only on (seed, position); None lets the client draw a seed.
         max_tokens: Most tokens to generate, at least 1; None means up to the context's end.
@@ -111,13 +129,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         structured_outputs: The form the text must have, see `StructuredOutputsParams`; a complete text that nothing can
             follow ends the request with reason stop, also below `min_tokens` and with `ignore_eos`.
         repetition_detection: End output that goes round in circles; see `RepetitionDetection`.
+        truncate_prompt_tokens: Keep only this many last tokens of the prompt; -1 keeps as many as the context holds
+            beside `max_tokens`. None refuses a prompt that is too long.
         skip_reading_prefix_cache: Compute the whole prompt, whatever is cached; what is computed can still be hit.
         ignore_eos: Go on past the end-of-sequence token.
         include_stop_str_in_output: Keep the stop string or stop token in the text.
         skip_special_tokens: Leave special tokens out of the text.
+        detokenize: Make text of the tokens; without, there is none, and no stop string can end it.
+        extra_args: For logits processors of the program, see `engine.LogitsProcessor`; an object of JSON's own types.
+        stream_interval: Tell news only with this many new tokens, 1 to 65,536; the first and the last token are told at
+            once. The server's --stream-interval is the least; None takes that.
         output_kind: See `OutputKind`; None takes the call's default.
         eos_token_ids: The model's end tokens; resolved by the input processor, never by users.
         bad_words_token_ids: Each spelling of a bad word in tokens; likewise.
+        reasoning: What comes before the text whose form is asked for; likewise.
+        shown_token_ids: Special tokens that are left in the text all the same, for who parses it; set by the server.
     """
 
     n: int = 1
@@ -132,6 +158,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: tuple[int, ...] | None = None
     bad_words: tuple[str, ...] = ()
     logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] | None = None
     prompt_logprobs: int | None = None
     seed: int | None = None
     max_tokens: int | None = 16
@@ -140,13 +167,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     stop_token_ids: tuple[int, ...] = ()
     structured_outputs: StructuredOutputsParams | None = None
     repetition_detection: RepetitionDetection | None = None
+    truncate_prompt_tokens: int | None = None
     skip_reading_prefix_cache: bool = False
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
+    detokenize: bool = True
+    extra_args: dict[str, Any] | None = None
+    stream_interval: int | None = None
     output_kind: OutputKind | None = None
     eos_token_ids: tuple[int, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    reasoning: ReasoningTokens | None = None
+    shown_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         """Check every field.
@@ -155,36 +188,42 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             InvalidRequest: A value is of the wrong type or out of its range; the caller's fault.
         """
         stop: Any = self.stop
-        _freeze(self, "stop", (stop,) if isinstance(stop, str) else stop, str)
-        _check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
-        _freeze(self, "stop_token_ids", self.stop_token_ids, int)
-        _freeze(self, "eos_token_ids", self.eos_token_ids, int)
-        _check_int("n", self.n, 1, MAX_N)
-        _check_number("temperature", self.temperature, 0.0, 2.0)
-        _check_int("top_k", self.top_k, -1, MAX_TOP_K)
-        _check_number("top_p", self.top_p, 0.0, 1.0)
+        freeze_list(self, "stop", (stop,) if isinstance(stop, str) else stop, str)
+        check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
+        freeze_list(self, "stop_token_ids", self.stop_token_ids, int)
+        freeze_list(self, "eos_token_ids", self.eos_token_ids, int)
+        check_int("n", self.n, 1, MAX_N)
+        check_number("temperature", self.temperature, 0.0, 2.0)
+        check_int("top_k", self.top_k, -1, MAX_TOP_K)
+        check_number("top_p", self.top_p, 0.0, 1.0)
         if self.top_p == 0:
             raise InvalidRequest("top_p must be greater than 0 and at most 1, got 0", param="top_p")
-        _check_number("min_p", self.min_p, 0.0, 1.0)
-        _check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check_number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
+        check_number("min_p", self.min_p, 0.0, 1.0)
+        check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        check_number("repetition_penalty", self.repetition_penalty, MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
         msgspec.structs.force_setattr(self, "logit_bias", _logit_bias(self.logit_bias))
         if self.allowed_token_ids is not None:
             self._check_allowed_token_ids(self.allowed_token_ids)
         self._check_bad_words(self.bad_words)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 0, MAX_LOGPROBS)
+        self._check_logprobs()
         if self.seed is not None:
-            _check_int("seed", self.seed, -(2**63), 2**64 - 1)
+            check_int("seed", self.seed, -(2**63), 2**64 - 1)
         if self.max_tokens is not None:
-            _check_int("max_tokens", self.max_tokens, 1, None)
-        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
+            check_int("max_tokens", self.max_tokens, 1, None)
+        check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
-                raise InvalidRequest(f"{name} must be true or false, got {getattr(self, name)!r}", param=name)
-        _check_count("stop", self.stop, MAX_STOP_STRINGS)
+                raise InvalidRequest(f"{name} must be true or false, got {shown(getattr(self, name))}", param=name)
+        if self.extra_args is not None and not isinstance(self.extra_args, dict):
+            raise InvalidRequest(f"extra_args must be an object, got {shown(self.extra_args)}", param="extra_args")
+        if self.stream_interval is not None:
+            check_int("stream_interval", self.stream_interval, 1, MAX_STREAM_INTERVAL)
+        if self.truncate_prompt_tokens not in (None, -1):
+            _check_truncation(self.truncate_prompt_tokens)
+        check_count("stop", self.stop, MAX_STOP_STRINGS)
+        if self.stop and not self.detokenize:
+            raise InvalidRequest("stop ends a text, and detokenize is false: there is none", param="stop")
         for text in self.stop:
             _check_stop_string(text)
         detection: Any = self.repetition_detection
@@ -213,15 +252,35 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.penalises or bool(self.bad_words_token_ids)
 
     def _check_allowed_token_ids(self, token_ids: Any) -> None:
-        _check_count("allowed_token_ids", token_ids, MAX_ALLOWED_TOKEN_IDS)
-        _freeze(self, "allowed_token_ids", token_ids, int)
+        check_count("allowed_token_ids", token_ids, MAX_ALLOWED_TOKEN_IDS)
+        freeze_list(self, "allowed_token_ids", token_ids, int)
         if not self.allowed_token_ids:
             message = "allowed_token_ids must hold at least one token id, got none; leave it out to allow all"
             raise InvalidRequest(message, param="allowed_token_ids")
 
+    def _check_logprobs(self) -> None:
+        """Check what is told beside tokens; token ids to tell decide how many logprobs there are."""
+        if self.prompt_logprobs is not None:
+            check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
+        if self.logprob_token_ids is None:
+            if self.logprobs is not None:
+                check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+            return
+        check_count("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)
+        freeze_list(self, "logprob_token_ids", self.logprob_token_ids, int)
+        num_ids = len(self.logprob_token_ids)
+        if not num_ids:
+            message = "logprob_token_ids must hold at least one token id, got none; leave it out for the likeliest"
+            raise InvalidRequest(message, param="logprob_token_ids")
+        if self.logprobs is None:
+            msgspec.structs.force_setattr(self, "logprobs", num_ids)
+        if type(self.logprobs) is not int or self.logprobs != num_ids:
+            message = f"logprobs must be the number of logprob_token_ids, {num_ids}, got {shown(self.logprobs)}: leave "
+            raise InvalidRequest(f"{message}it out", param="logprobs")
+
     def _check_bad_words(self, words: Any) -> None:
-        _check_count("bad_words", words, MAX_BAD_WORDS)
-        _freeze(self, "bad_words", words, str)
+        check_count("bad_words", words, MAX_BAD_WORDS)
+        freeze_list(self, "bad_words", words, str)
         for word in self.bad_words:
             if not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
                 shown = f"a word of {len(word)} characters" if word.strip() else repr(word)
@@ -233,22 +292,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             check_text("bad_words", word)
 
 
-def check_text(name: str, text: str | None) -> None:
-    """Refuse lone surrogates in `text`: they are no characters and cannot be sent.
-
-    Raises:
-        InvalidRequest: Naming the parameter; the caller's fault.
-    """
-    try:
-        (text or "").encode()
-    except UnicodeEncodeError:
-        message = f"{name} must be valid Unicode without lone surrogates, got {ascii(text)[:40]}"
-        raise InvalidRequest(message, param=name) from None
-
-
-def _check_count(name: str, values: Any, most: int) -> None:
-    if isinstance(values, list | tuple) and len(values) > most:
-        raise InvalidRequest(f"{name} may hold at most {most} values, got {len(values)}", param=name)
+def _check_truncation(num_tokens: Any) -> None:
+    if type(num_tokens) is int and num_tokens < 1:
+        message = f"truncate_prompt_tokens must be -1, for as many as fit, or at least 1, got {shown(num_tokens)}"
+        raise InvalidRequest(message, param="truncate_prompt_tokens")
+    check_int("truncate_prompt_tokens", num_tokens, 1, None)
 
 
 def _check_stop_string(text: str) -> None:
@@ -264,7 +312,7 @@ def _check_stop_string(text: str) -> None:
 def _repetition_detection(value: Any) -> RepetitionDetection:
     known = RepetitionDetection.__struct_fields__
     if not isinstance(value, dict) or not value.keys() <= set(known):
-        message = f"repetition_detection must be an object of {', '.join(known)}, got {value!r}"
+        message = f"repetition_detection must be an object of {', '.join(known)}, got {shown(value)}"
         raise InvalidRequest(message, param="repetition_detection")
     return RepetitionDetection(**value)
 
@@ -272,7 +320,9 @@ def _repetition_detection(value: Any) -> RepetitionDetection:
 def _logit_bias(given: Any) -> dict[int, float]:
     """Return a checked copy of a map of token ids, which are strings in JSON."""
     if not isinstance(given, dict):
-        raise InvalidRequest(f"logit_bias must be a map of token ids to numbers, got {given!r}", param="logit_bias")
+        raise InvalidRequest(
+            f"logit_bias must be a map of token ids to numbers, got {shown(given)}", param="logit_bias"
+        )
     if len(given) > MAX_LOGIT_BIAS:
         message = f"logit_bias may hold at most {MAX_LOGIT_BIAS} token ids, got {len(given)}"
         raise InvalidRequest(message, param="logit_bias")
@@ -281,10 +331,10 @@ def _logit_bias(given: Any) -> dict[int, float]:
         is_digits = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10
         token_id: Any = int(key) if is_digits else key
         if not isinstance(token_id, int) or isinstance(token_id, bool) or not 0 <= token_id < 2**31:
-            message = f"logit_bias must have token ids from 0 to {2**31 - 1} as keys, got {key!r}"
+            message = f"logit_bias must have token ids from 0 to {2**31 - 1} as keys, got {shown(key)}"
             raise InvalidRequest(message, param="logit_bias")
         try:
-            _check_number(f"logit_bias of token {token_id}", bias, -100.0, 100.0)
+            check_number(f"logit_bias of token {token_id}", bias, -100.0, 100.0)
         except InvalidRequest as error:
             raise InvalidRequest(str(error), param="logit_bias") from None
         checked[token_id] = float(bias)
@@ -296,31 +346,4 @@ def _output_kind(value: Any) -> OutputKind:
         return OutputKind(value)
     except ValueError:
         allowed = ", ".join(OutputKind)
-        raise InvalidRequest(f"output_kind must be one of {allowed}, got {value!r}", param="output_kind") from None
-
-
-def _freeze(params: SamplingParams, name: str, values: Any, kind: type) -> None:
-    """Store a list-like field as a tuple of `kind`."""
-    if not isinstance(values, list | tuple):
-        raise InvalidRequest(f"{name} must be a list of {kind.__name__}, got {values!r}", param=name)
-    for value in values:
-        if not isinstance(value, kind) or isinstance(value, bool):
-            raise InvalidRequest(f"{name} must hold only {kind.__name__} values, got {value!r}", param=name)
-        if isinstance(value, int) and not 0 <= value < 2**31:
-            raise InvalidRequest(f"{name} must hold token ids from 0 to {2**31 - 1}, got {value}", param=name)
-    msgspec.structs.force_setattr(params, name, tuple(values))
-
-
-def _check_int(name: str, value: Any, low: int, high: int | None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise InvalidRequest(f"{name} must be a whole number, got {value!r}", param=name)
-    if value < low or (high is not None and value > high):
-        limit = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise InvalidRequest(f"{name} must be {limit}, got {value}", param=name)
-
-
-def _check_number(name: str, value: Any, low: float, high: float) -> None:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
-        raise InvalidRequest(f"{name} must be a finite number, got {value!r}", param=name)
-    if not low <= value <= high:
-        raise InvalidRequest(f"{name} must be from {low:g} to {high:g}, got {value!r}", param=name)
+        raise InvalidRequest(f"output_kind must be one of {allowed}, got {shown(value)}", param="output_kind") from None

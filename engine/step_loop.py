@@ -35,6 +35,7 @@ from engine.protocol import (
     Drain,
     EngineCoreOutputs,
     EngineCoreRequest,
+    SessionPart,
     Shutdown,
     UtilityCall,
 )
@@ -167,6 +168,8 @@ class StepLoop:
                     self._add(message)
                 case CompiledFor(request_id, grammar):
                     core.set_grammar(request_id, grammar)
+                case SessionPart():
+                    self._extend(message)
                 case AbortRequest():
                     core.abort(message.request_ids, message.reason)
                     if self._operations.trace is not None:
@@ -197,12 +200,22 @@ class StepLoop:
         if self._is_draining:
             core.abort([request.request_id], AbortReason.SHUTDOWN)
 
+    def _extend(self, part: SessionPart) -> None:
+        """Give a session its next part; once nothing new is taken, every session was closed, and it is dropped."""
+        if self._is_draining:
+            return
+        try:
+            self._core.extend(part)
+        except ValueError:
+            logger.exception("a part for request %s was not taken", part.request_id)
+
     def _drain(self) -> None:
         """Take nothing new; what waits runs, for nobody could resume or wake the engine up any more.
 
         An engine that cannot wake up ends with that cause, which all who wait for it learn.
         """
         self._is_draining = True
+        self._core.close_sessions()
         self.utilities.stop()
         if self._operations.asleep:
             self.utilities.wake_up()

@@ -7,7 +7,7 @@ import math
 from functools import partial
 
 from engine.scheduler.policy import POLICIES
-from fuzz import cancellations, driver, faults, http, kills, kv_cache, lifecycle, races, scheduler, transport
+from fuzz import cancellations, driver, faults, http, kills, kv_cache, lifecycle, races, scheduler, text, transport
 
 TARGETS = {
     "cancellations": cancellations.run,
@@ -18,6 +18,7 @@ TARGETS = {
     "lifecycle": lifecycle.run,
     "races": races.run,
     "scheduler": partial(driver.run, scheduler.TARGET),
+    "text": text.run,
     "transport": transport.run,
 }
 

@@ -9,11 +9,11 @@ import pytest
 
 from engine.config import EngineConfig
 from engine.errors import ConfigError, InvalidRequest
-from engine.flags import SAMPLING_HELP, flags_of, parse, sampling_from, settings_from
+from engine.flags import SAMPLING_HELP, SHARED, flags_of, parse, sampling_from, settings_from
 from engine.parser import make_parser
 from engine.sampling_params import SamplingParams
 
-NOT_FOR_USERS = {"output_kind", "eos_token_ids", "bad_words_token_ids"}
+NOT_FOR_USERS = {"output_kind", "eos_token_ids", "bad_words_token_ids", "reasoning", "shown_token_ids", "extra_args"}
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_a_parameter_out_of_range_is_refused_by_name() -> None:
 
 @pytest.mark.parametrize("verb", ["serve", "generate", "chat", "bench throughput"])
 def test_every_verb_without_flags_has_the_settings_defaults(verb: str) -> None:
-    config = settings_from(parse(make_parser(), verb.split()), EngineConfig, without=["log_level", "seed"])
+    config = settings_from(parse(make_parser(), verb.split()), EngineConfig, without=["log_level", *SHARED])
     assert config == EngineConfig(enable_prefix_caching=not verb.startswith("bench"))
 
 
@@ -113,7 +113,7 @@ def test_words_may_stand_before_and_after_flags() -> None:
 def test_a_file_gives_defaults_and_flags_win(file: Path) -> None:
     file.write_text('model = "null"\nmax-num-seqs = 3\ntop_k = 4\nstop = ["x", "y"]\nnull_step_ms = 2\nchat = true\n')
     options = parse(make_parser(), ["generate", "text", "--config", str(file)])
-    assert settings_from(options, EngineConfig, without=["seed", "log_level"]) == EngineConfig(
+    assert settings_from(options, EngineConfig, without=["log_level", *SHARED]) == EngineConfig(
         model="null", max_num_seqs=3, null_step_ms=2.0
     )
     assert (sampling_from(options).stop, options.top_k, options.chat) == (("x", "y"), 4, True)

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import msgspec
 from quart import Response
 
-from engine.errors import RequestError
+from engine.client.parsers.forced import CallListParser, NamedCallParser
+from engine.client.parsers.pieces import Parser
+from engine.client.parsers.reasoning import END, START, Opening, opening_after
+from engine.client.parsers.registry import TOOL_FORMATS, ChatParser, tool_format, writes_reasoning
+from engine.client.stream import Stream
+from engine.errors import InvalidRequest, RequestError
+from engine.sampling_params import SamplingParams
+from web.answer_form import AnswerForm, Reader
 from web.body import read_json_body
-from web.generation import AnswerForm, answer
+from web.chat_reader import ChatReader
+from web.chat_schemas import ChatCompletionRequest, decode_chat_completion
+from web.generation import answer
 from web.logprobs import of_chat
-from web.schemas import decode_chat_completion
 from web.state import ServerState
+from web.tool_schemas import NamedTool, form_of_free_calls
 
 FORM = AnswerForm(
     id_prefix="chatcmpl",
@@ -28,10 +38,87 @@ async def chat_completions(state: ServerState) -> Response:
     """Answer the current request; without a limit of its own it may fill the context."""
     request = decode_chat_completion(await read_json_body(state))
     state.check_accepting(request.model)
-    params = request.sampling_params(**state.engine.tokenizer.sampling_defaults, max_tokens=None)
+    reading = Reading(state, request)
+    params = reading.shown(request.sampling_params(**state.engine.tokenizer.sampling_defaults, max_tokens=None))
     try:
-        return await answer(state, FORM, request, [request.prompt], params)
+        return await answer(state, FORM, request, [request.prompt], params, reading.make_reader)
     except RequestError as error:
         if error.param == "prompt":  # the engine's name for what this route calls messages
             error.param = "messages"
+        elif error.param == "structured_outputs" and request.may_call:  # the form is that of calls
+            error.param = "tools"
         raise
+
+
+class Reading:
+    """How the answers to one request are read: with which parsers, by what the model writes and the request wants."""
+
+    def __init__(self, state: ServerState, request: ChatCompletionRequest) -> None:
+        """Choose the parsers.
+
+        Raises:
+            InvalidRequest: Calls may come, and nobody knows how this model writes them; the caller's fault.
+        """
+        config, tokenizer = state.engine.config, state.engine.tokenizer
+        self._request = request
+        self._token_id = tokenizer.token_id
+        self._special_ids = tokenizer.special_token_ids
+        self._writes_reasoning = writes_reasoning(config.reasoning_parser, tokenizer.template_source)
+        self._format = None
+        self._choice = request.tool_choice if request.may_call else "none"
+        if request.may_call and self._choice in (None, "auto"):
+            self._format = tool_format(
+                config.tool_call_parser, tokenizer.template_source, shows_tools=tokenizer.shows_tools
+            )
+            if self._format is None:
+                message = "this model's chat template does not say how it calls tools: start the server with one of "
+                message += f"--tool-call-parser {', '.join(TOOL_FORMATS)}, or set tool_choice to required or to one"
+                raise InvalidRequest(message, param="tools")
+
+    def _enforced(self, params: SamplingParams) -> SamplingParams:
+        """Return `params` with the form of calls that a strict function asks for where the model decides.
+
+        Raises:
+            InvalidRequest: Nothing would enforce it with this model; the caller's fault.
+        """
+        strict = [index for index, tool in enumerate(self._request.functions) if tool.function.strict]
+        if self._format is None or not strict:
+            return params
+        begin, end = (*self._format.markers, "", "")[:2]
+        if self._format is not TOOL_FORMATS["hermes"] or self._is_special(begin) or self._is_special(end):
+            param = f"tools[{strict[0]}].function.strict"
+            message = (
+                f"{param} cannot be enforced in the way this model calls tools, unless tool_choice is required or "
+            )
+            raise InvalidRequest(f"{message}names a function: leave it out, or set that", param=param)
+        form = form_of_free_calls(self._request.functions, begin, end)
+        return msgspec.structs.replace(params, structured_outputs=form)
+
+    def shown(self, params: SamplingParams) -> SamplingParams:
+        """Return `params` with the special tokens left in the text that parsers look for; raises InvalidRequest."""
+        params = self._enforced(params)
+        of_reasoning = (START, END) if self._writes_reasoning else ()
+        of_calls = () if self._format is None else self._format.markers
+        ids = [token_id for token_id in map(self._token_id, (*of_reasoning, *of_calls)) if token_id is not None]
+        return msgspec.structs.replace(params, shown_token_ids=tuple(ids)) if ids else params
+
+    def _is_special(self, marker: str) -> bool:
+        return self._token_id(marker) in self._special_ids
+
+    def make_reader(self, stream: Stream) -> Reader | None:
+        """Return what reads a choice of `stream`; None where all of it is content."""
+        opening = opening_after(stream.prompt or "") if self._writes_reasoning else None
+        opening = None if opening is Opening.ANSWER else opening
+        tools = self._tool_parser()
+        if opening is None and tools is None:
+            return None
+        at_most_one = self._request.at_most_one_call
+        parser = ChatParser(opening, tools, at_most_one_call=at_most_one)
+        return ChatReader(parser, names_reason=not isinstance(self._choice, NamedTool))
+
+    def _tool_parser(self) -> Parser | None:
+        if self._format is not None:
+            return self._format.make_parser()
+        if isinstance(self._choice, NamedTool):
+            return NamedCallParser(self._choice.function.name)
+        return CallListParser() if self._choice == "required" else None

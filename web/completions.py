@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from quart import Response
 
+from web.answer_form import AnswerForm
 from web.body import read_json_body
-from web.generation import AnswerForm, answer
+from web.generation import answer
 from web.logprobs import of_completion
 from web.schemas import decode_completion
 from web.state import ServerState

@@ -19,42 +19,14 @@ from quart import Response
 
 from engine.client.output_processor import CompletionOutput, Logprobs
 from engine.client.stream import Stream
-from engine.client.tokenizer import Tokenizer
 from engine.errors import EngineDeadError
 from engine.sampling_params import SamplingParams
 from web import logprobs, sse
+from web.answer_form import AnswerForm, Json, MakeReader, PlainReader, Reader
 from web.errors import GenerationFailed, ServerStopping, describe
 from web.schemas import GenerationRequest
 from web.scope import RequestScope
 from web.state import ServerState
-
-Json = dict[str, Any]
-
-
-class AnswerForm(NamedTuple):
-    """How one kind of answer looks.
-
-    Attributes:
-        id_prefix: Of the answer's id.
-        kind: `object` of a whole answer.
-        chunk_kind: `object` of a streamed chunk.
-        opening: What a choice's first chunk holds, before any text; None for no such chunk.
-        piece: New text → what a chunk's choice holds.
-        ending: What the chunk with the finish reason holds.
-        whole: All text → what a whole answer's choice holds.
-        logprobs: Logprobs, the tokenizer, where their text begins → what a choice holds of them.
-        has_prompt_logprobs_in_choice: Whether those of the prompt stand in its choices, not beside them.
-    """
-
-    id_prefix: str
-    kind: str
-    chunk_kind: str
-    opening: Json | None
-    piece: Callable[[str], Json]
-    ending: Json
-    whole: Callable[[str], Json]
-    logprobs: Callable[[Logprobs, Tokenizer, int], Json]
-    has_prompt_logprobs_in_choice: bool
 
 
 class Delta(NamedTuple):
@@ -65,16 +37,23 @@ class Delta(NamedTuple):
 
 
 async def answer(
-    state: ServerState, form: AnswerForm, request: GenerationRequest, prompts: Sequence[Any], params: SamplingParams
+    state: ServerState,
+    form: AnswerForm,
+    request: GenerationRequest,
+    prompts: Sequence[Any],
+    params: SamplingParams,
+    make_reader: MakeReader = lambda _stream: None,
 ) -> Response:
     """Generate for every prompt and return the response, for a stream once its first output is known.
+
+    `make_reader` makes what reads each choice, or None where all its text is content.
 
     Raises:
         RequestError: A prompt or parameter was refused, or the engine failed the request.
         EngineDeadError: There is no engine any more.
     """
     scope = RequestScope.current()
-    generation = Generation(state, form, params)
+    generation = Generation(state, form, params, make_reader)
     await generation.open(
         scope,
         prompts,
@@ -94,8 +73,10 @@ class Generation:
     Choice `i` of prompt `p` has the index `p * n + i`.
     """
 
-    def __init__(self, state: ServerState, form: AnswerForm, params: SamplingParams) -> None:
+    def __init__(self, state: ServerState, form: AnswerForm, params: SamplingParams, make_reader: MakeReader) -> None:
         """Prepare an answer in `form`; `open` starts it."""
+        self._make_reader = make_reader
+        self._readers: dict[int, Reader] = {}
         self._state = state
         self._form = form
         self._params = params
@@ -141,7 +122,8 @@ class Generation:
                 of_prompt = {"prompt_logprobs": logprobs.of_prompt(collected.prompt_logprobs, tokenizer)}
             for output in collected.outputs:
                 delta = self._taken(prompt, output)
-                choice = self._choice(delta, self._form.whole(output.text), told=output.logprobs, ends=True)
+                filling = self._reader_of(delta.choice).whole(output.text)
+                choice = self._choice(delta, filling, told=output.logprobs, ends=True)
                 choices.append(choice | of_prompt if self._form.has_prompt_logprobs_in_choice else choice)
             extra = {} if self._form.has_prompt_logprobs_in_choice else of_prompt
         return self._envelope(self._form.kind, choices, usage=self._usage(), **extra)
@@ -225,10 +207,20 @@ class Generation:
         if self._form.opening is not None and delta.choice not in self._opened:
             self._opened.add(delta.choice)
             yield self._chunk(delta, self._form.opening, extra)
-        if delta.output.text or delta.output.logprobs:
-            yield self._chunk(delta, self._form.piece(delta.output.text), extra, told=delta.output.logprobs)
+        reader = self._reader_of(delta.choice)
+        told = delta.output.logprobs
+        fillings = reader.pieces(delta.output.text, delta.output.finish_reason is not None)
+        for filling in fillings or ([reader.nothing] if told else []):
+            yield self._chunk(delta, filling, extra, told=told)
+            told = None
         if delta.output.finish_reason is not None:
             yield self._chunk(delta, self._form.ending, extra, ends=True)
+
+    def _reader_of(self, choice: int) -> Reader:
+        if choice not in self._readers:
+            reader = self._make_reader(self._streams[choice // self._n])
+            self._readers[choice] = PlainReader(self._form) if reader is None else reader
+        return self._readers[choice]
 
     def _chunk(
         self, delta: Delta, filling: Json, extra: Json, *, told: Logprobs | None = None, ends: bool = False
@@ -239,7 +231,8 @@ class Generation:
         shown = self._logprobs(delta.choice, told) if told else None
         choice = {"index": delta.choice, **filling, "logprobs": shown, "finish_reason": None}
         if ends:
-            choice |= {"finish_reason": delta.output.finish_reason, "stop_reason": delta.output.stop_reason}
+            reason = self._reader_of(delta.choice).reason(str(delta.output.finish_reason))
+            choice |= {"finish_reason": reason, "stop_reason": delta.output.stop_reason}
         return choice
 
     def _logprobs(self, choice: int, told: Logprobs) -> Json:

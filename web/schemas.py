@@ -14,7 +14,6 @@ from msgspec import Meta
 
 from engine.errors import InvalidRequest
 from engine.sampling_params import (
-    MAX_LOGPROBS,
     OutputKind,
     RepetitionDetection,
     SamplingParams,
@@ -25,53 +24,24 @@ from engine.sampling_params import (
 MAX_PROMPTS = 128
 """Most prompts in one completions request."""
 
+Role = Literal["system", "developer", "user", "assistant", "tool"]
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 Prompt = str | list[int]
 Neutral = dict[str, tuple[Any, ...]]
 """Field name → the values, beside null, that ask for nothing."""
 
-_NOT_BUILT: Neutral = {
+NOT_BUILT: Neutral = {
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
     "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
-    "truncate_prompt_tokens": (),
     "spaces_between_special_tokens": (True,),
     "add_special_tokens": (True,),
 }
-_NOT_BUILT_IN_CHAT: Neutral = _NOT_BUILT | {
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "parallel_tool_calls": (True, False),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "modalities": (["text"],),
-    "audio": (),
-    "prediction": (),
-    "reasoning_effort": (),
-    "verbosity": (),
-    "web_search_options": (),
-    "service_tier": ("auto", "default"),
-    "store": (False,),
-    "metadata": ({},),
-    "echo": (False,),
-    "add_generation_prompt": (True,),
-    "continue_final_message": (False,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "documents": ([],),
-}
-_NOT_BUILT_IN_COMPLETIONS: Neutral = _NOT_BUILT | {
+_NOT_BUILT_IN_COMPLETIONS: Neutral = NOT_BUILT | {
     "best_of": (1,),
     "echo": (False,),
     "suffix": ("",),
-}
-_NOT_BUILT_IN_MESSAGES: Neutral = {
-    "refusal": (),
-    "annotations": ([],),
-    "audio": (),
-    "function_call": (),
-    "tool_calls": ([],),
 }
 
 
@@ -131,6 +101,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     logit_bias: dict[str, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
+    logprob_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
     seed: int | None = None
     max_tokens: int | None = None
@@ -141,9 +112,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     response_format: ResponseFormat | None = None
     ignore_eos: bool | None = None
     repetition_detection: RepetitionDetection | None = None
+    truncate_prompt_tokens: int | None = None
     skip_reading_prefix_cache: bool | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
+    stream_interval: int | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     priority: Priority | None = None
@@ -190,61 +163,6 @@ _SAMPLING_FIELDS = tuple(
 )
 
 
-Role = Literal["system", "developer", "user", "assistant"]
-
-
-class ChatMessage(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """One turn of a conversation; `content` is text or a list of text parts."""
-
-    role: Role
-    content: str | list[dict[str, Any]]
-    name: str | None = None
-
-
-class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /v1/chat/completions`."""
-
-    messages: list[ChatMessage]
-    max_completion_tokens: int | None = None
-    logprobs: bool | None = None
-    top_logprobs: int | None = None
-
-    @property
-    def num_logprobs(self) -> int | None:
-        """How many of the likeliest tokens to tell beside each token; None for no logprobs at all."""
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-    def check(self) -> None:
-        """Check what spans several fields; raises InvalidRequest."""
-        super().check()
-        if not self.messages:
-            raise InvalidRequest("messages must hold at least one message, got none", param="messages")
-        if self.top_logprobs and not self.logprobs:
-            raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-        if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-            message = f"top_logprobs must be from 0 to {MAX_LOGPROBS}, got {self.top_logprobs}"
-            raise InvalidRequest(message, param="top_logprobs")
-        limits = {self.max_tokens, self.max_completion_tokens} - {None}
-        if len(limits) > 1:
-            raise InvalidRequest(
-                f"max_completion_tokens {self.max_completion_tokens} contradicts max_tokens {self.max_tokens}; "
-                f"give one of them",
-                param="max_completion_tokens",
-            )
-        if self.max_completion_tokens is not None:
-            self.max_tokens = self.max_completion_tokens
-
-    @property
-    def prompt(self) -> list[dict[str, str]]:
-        """The conversation as chat templates want it: each content one string; `developer` is `system`'s new name."""
-        prompt = []
-        for index, message in enumerate(self.messages):
-            role = "system" if message.role == "developer" else message.role
-            turn = {"role": role, "content": _text_of(message.content, f"messages[{index}].content")}
-            prompt.append(turn if message.name is None else turn | {"name": message.name})
-        return prompt
-
-
 class CompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fields=True):
     """Body of `POST /v1/completions`; `prompt` is text, token ids, or a list of either."""
 
@@ -288,25 +206,15 @@ class _Checked(Protocol):
 RequestT = TypeVar("RequestT", bound=_Checked)
 
 
-def decode_chat_completion(body: bytes) -> ChatCompletionRequest:
-    """Decode and check the body of a chat completion request; raises InvalidRequest naming the field at fault."""
-    fields = _decode_object(body)
-    _drop_neutral(fields, _NOT_BUILT_IN_CHAT, "")
-    messages = fields.get("messages")
-    for index, message in enumerate(messages if isinstance(messages, list) else ()):
-        if isinstance(message, dict):
-            _drop_neutral(message, _NOT_BUILT_IN_MESSAGES, f"messages[{index}].")
-    return _convert(fields, ChatCompletionRequest)
-
-
 def decode_completion(body: bytes) -> CompletionRequest:
     """Decode and check the body of a completion request; raises InvalidRequest naming the field at fault."""
-    fields = _decode_object(body)
-    _drop_neutral(fields, _NOT_BUILT_IN_COMPLETIONS, "")
-    return _convert(fields, CompletionRequest)
+    fields = decode_object(body)
+    drop_neutral(fields, _NOT_BUILT_IN_COMPLETIONS, "")
+    return convert(fields, CompletionRequest)
 
 
-def _decode_object(body: bytes) -> dict[str, Any]:
+def decode_object(body: bytes) -> dict[str, Any]:
+    """Return the fields of a JSON object; raises InvalidRequest."""
     try:
         fields = msgspec.json.decode(body)
     except RecursionError:
@@ -319,7 +227,8 @@ def _decode_object(body: bytes) -> dict[str, Any]:
     return fields
 
 
-def _drop_neutral(fields: dict[str, Any], not_built: Neutral, where: str) -> None:
+def drop_neutral(fields: dict[str, Any], not_built: Neutral, where: str) -> None:
+    """Take fields that are not built out of `fields`; raises InvalidRequest where one asks for something."""
     for name in not_built.keys() & fields.keys():
         value = fields.pop(name)
         neutral = not_built[name]
@@ -329,10 +238,11 @@ def _drop_neutral(fields: dict[str, Any], not_built: Neutral, where: str) -> Non
 
 def decode_fields(body: bytes, kind: type[RequestT]) -> RequestT:
     """Decode and check a body of `kind`; raises InvalidRequest naming the field at fault."""
-    return _convert(_decode_object(body), kind)
+    return convert(decode_object(body), kind)
 
 
-def _convert(fields: dict[str, Any], kind: type[RequestT]) -> RequestT:
+def convert(fields: dict[str, Any], kind: type[RequestT]) -> RequestT:
+    """Return `fields` as a checked body of `kind`; raises InvalidRequest naming the field at fault."""
     try:
         request = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
@@ -356,21 +266,6 @@ def _invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
     field = f"{path}.{unnamed['field']}".lstrip(".")
     kind = "unknown" if "unknown" in unnamed["fault"] else "missing required"
     return InvalidRequest(f"{kind} field {field!r}", param=field)
-
-
-def _text_of(content: str | list[dict[str, Any]], where: str) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for index, part in enumerate(content):
-        if part.keys() != {"type", "text"} or part["type"] != "text" or not isinstance(part["text"], str):
-            raise InvalidRequest(
-                f'{where}[{index}] must be {{"type": "text", "text": "..."}}, got one of type '
-                f"{part.get('type')!r} with fields {sorted(part)}; other parts are not supported yet",
-                param=f"{where}[{index}]",
-            )
-        texts.append(part["text"])
-    return "\n".join(texts)
 
 
 def _is_token_ids(value: Any) -> bool:

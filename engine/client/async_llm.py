@@ -15,8 +15,9 @@ import trio
 
 from engine.client.async_verbs import AsyncVerbs
 from engine.client.asynchronous import AsyncMPClient
-from engine.client.input_processor import InputProcessor, Messages, Prompt, PromptInput, RequestOptions
+from engine.client.input_processor import Conversation, InputProcessor, Messages, Prompt, PromptInput, RequestOptions
 from engine.client.output_processor import RequestOutput, RequestState
+from engine.client.session import Door, Session
 from engine.client.stream import Stream
 from engine.client.tokenizer import Tokenizer
 from engine.config import EngineConfig
@@ -27,7 +28,9 @@ from engine.protocol import (
     AbortReason,
     EngineCoreOutput,
     EngineCoreOutputs,
+    EngineCoreRequest,
     EngineReady,
+    SessionPart,
 )
 from engine.sampling_params import OutputKind, SamplingParams
 from engine.task_tree import telling
@@ -53,7 +56,7 @@ class AsyncLLM(AsyncVerbs):
         self.model_name = model_name
         self._client = client
         self._input_processor = InputProcessor(config, ready, tokenizer)
-        self._slots: dict[RequestId, tuple[RequestState, Stream]] = {}
+        self._slots: dict[RequestId, tuple[RequestState, Stream | Session]] = {}
         self._tokenizer_limiter = trio.CapacityLimiter(MAX_TOKENIZER_THREADS)
         self._ended = trio.Event()
         self._stats_changed = trio.Event()
@@ -87,7 +90,7 @@ class AsyncLLM(AsyncVerbs):
         kind = params.output_kind or OutputKind.DELTA
         arrival_s = trio.current_time()
         self._check_accepts()
-        tokenized = await self._tokenize(prompt)
+        tokenized = await self._tokenize(prompt, params)
         self._check_accepts()
         options = RequestOptions(request_id, priority, cache_salt, client_key, data_parallel_rank)
         label, requests = self._input_processor.make_requests(tokenized, params, options)
@@ -110,6 +113,43 @@ class AsyncLLM(AsyncVerbs):
         async with self.generate(messages, params, request_id=request_id) as stream:
             return await stream.collect()
 
+    @asynccontextmanager
+    async def session(
+        self,
+        params: SamplingParams | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        client_key: str | None = None,
+        data_parallel_rank: int | None = None,
+    ) -> AsyncIterator[Session]:
+        """Open a session, whose prompt comes in parts; leaving it closes it, or aborts what is not answered yet.
+
+        Raises:
+            RequestError: On entering: a parameter that no session obeys; else as `Session.send` says.
+        """
+        params = params or SamplingParams(**self.tokenizer.sampling_defaults)
+        options = RequestOptions(request_id, priority, cache_salt, client_key, data_parallel_rank)
+        door = Door(self._input_processor, self._tokenize, self._begin_session, self._extend_session, self._abort_state)
+        session = Session(door, self.tokenizer, params, options, self.config.max_num_waiting)
+        await trio.lowlevel.checkpoint()
+        try:
+            yield session
+        finally:
+            session.leave()
+
+    def _begin_session(self, session: Session, request: EngineCoreRequest) -> None:
+        self._check_accepts()
+        self._client.add_request(request)
+        assert session.state is not None
+        self._slots[request.request_id] = (session.state, session)
+
+    def _extend_session(self, part: SessionPart) -> None:
+        if not part.is_last:
+            self._check_accepts()
+        self._client.extend(part)
+
     def abort(self, *request_ids: str) -> int:
         """End every request with one of these labels; its reader gets a last output, reason abort. Returns how many."""
         states = {id(state): state for state, _ in self._slots.values() if state.request_id in request_ids}
@@ -117,21 +157,19 @@ class AsyncLLM(AsyncVerbs):
             self._abort_state(state, AbortReason.CLIENT, told=True)
         return len(states)
 
-    async def _tokenize(self, prompt: PromptInput) -> Prompt:
+    async def _tokenize(self, prompt: PromptInput, params: SamplingParams, is_first: bool = True) -> Prompt:
         """Tokenize text and messages in a thread; ids are only checked, here."""
         is_messages = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
-        if not (isinstance(prompt, str) or is_messages):
+        if not (isinstance(prompt, str | Conversation) or is_messages):
             await trio.lowlevel.checkpoint()
-            return self._input_processor.tokenize(prompt)
+            return self._input_processor.tokenize(prompt, params, is_first)
         tokenize = self._input_processor.tokenize
-        return await trio.to_thread.run_sync(tokenize, prompt, limiter=self._tokenizer_limiter)
+        return await trio.to_thread.run_sync(tokenize, prompt, params, is_first, limiter=self._tokenizer_limiter)
 
-    def _abort_state(self, state: RequestState, reason: AbortReason, *, told: bool = False) -> None:
-        unfinished = [i for i, completion in state.completions.items() if told or not completion.is_finished]
-        if not told:
-            for request_id in unfinished:
-                state.completions[request_id].is_finished = True
-        self._client.abort_requests(unfinished, reason)
+    def _abort_state(
+        self, state: RequestState, reason: AbortReason = AbortReason.CLIENT, *, told: bool = False
+    ) -> None:
+        self._client.abort_requests(state.request_ids if told else state.forget(), reason)
 
     def check_room(self, num_completions: int) -> None:
         """Refuse at once what could not be started whole; nothing is reserved.
@@ -295,7 +333,7 @@ class AsyncLLM(AsyncVerbs):
             output.finish_reason,
             len(state.prompt_token_ids),
             state.num_cached_tokens,
-            state.completions[output.request_id].num_tokens,
+            state.usage.completion_tokens,
             first,
             now_s - metrics.arrival_s,
         )

@@ -29,6 +29,7 @@ from engine.protocol import (
     EngineMessage,
     EngineReady,
     EngineStopped,
+    SessionPart,
     Shutdown,
     StepsRead,
     UtilityCall,
@@ -86,6 +87,13 @@ class AsyncMPClient(EngineCoreClient):
         except BaseException:
             self._live.discard(request.request_id)  # nothing was sent, so no terminal output will come
             raise
+
+    def extend(self, part: SessionPart) -> None:
+        """Send a session's next part; raises EngineDeadError."""
+        if self.death is not None:
+            raise self.death
+        if part.request_id in self._live:
+            self._connection.send(part, self.ready.engine_index)
 
     def abort_requests(self, request_ids: Iterable[RequestId], reason: AbortReason) -> None:
         """Send an abort for those of the ids that are live, in one message with all that are aborted at this moment."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -26,7 +26,12 @@ _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
-    """One compiled template; immutable, may be used from several threads."""
+    """One compiled template; immutable, may be used from several threads.
+
+    Attributes:
+        source: Its text.
+        shows_tools: Whether it reads the tools it is given.
+    """
 
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """Compile `source`; `special_tokens` (bos_token, …) are visible to it as variables.
@@ -40,6 +45,8 @@ class ChatTemplate:
             self._template = environment.from_string(tree)
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"the chat template is not valid Jinja: line {error.lineno}: {error}") from error
+        self.source = source
+        self.shows_tools = "tools" in meta.find_undeclared_variables(tree)
         self._special_tokens = dict(special_tokens)
         self._iterates_parts = _iterates_over_content(tree)
 

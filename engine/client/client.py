@@ -13,7 +13,7 @@ from engine.config import EngineConfig
 from engine.errors import InvalidRequest, QueueFull
 from engine.metrics import SchedulerStats
 from engine.outputs import RequestId
-from engine.protocol import AbortReason, EngineCoreOutputs, EngineCoreRequest, EngineReady
+from engine.protocol import AbortReason, EngineCoreOutputs, EngineCoreRequest, EngineReady, SessionPart
 
 
 class EngineCoreClient(ABC):
@@ -53,6 +53,14 @@ class EngineCoreClient(ABC):
         Raises:
             QueueFull: As many requests are live as may be; nothing was sent.
             InvalidRequest: There is no engine of the rank that it asks for; nothing was sent.
+            EngineDeadError: The engine has ended.
+        """
+
+    @abstractmethod
+    def extend(self, part: SessionPart) -> None:
+        """Hand the next part of a live session to its engine, without waiting; that of an ended one is dropped.
+
+        Raises:
             EngineDeadError: The engine has ended.
         """
 

@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.errors import EngineDeadError, UtilityError, UtilityTimeout
 from engine.metrics import SchedulerStats
 from engine.outputs import RequestId
-from engine.protocol import AbortReason, EngineCoreOutputs, EngineCoreRequest, EngineMessage, EngineReady
+from engine.protocol import AbortReason, EngineCoreOutputs, EngineCoreRequest, EngineMessage, EngineReady, SessionPart
 from engine.verbs import SaveShardedState, Verb
 
 
@@ -84,6 +84,11 @@ class DPAsyncMPClient(AsyncMPClient):
         if rank is None:
             rank = self._routing.choose([engine.num_live for engine in self._engines])
         self._engines[rank].add_request(request)
+
+    def extend(self, part: SessionPart) -> None:
+        """Send a session's next part to the engine that has it; raises EngineDeadError."""
+        for engine in self._engines:
+            engine.extend(part)
 
     def abort_requests(self, request_ids: Iterable[RequestId], reason: AbortReason) -> None:
         """Send an abort for each of the ids that is live to the engine that has it."""

@@ -37,7 +37,8 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Start after `prompt_token_ids`, whose end decides whether the first word brings its space."""
-        skipped = tokenizer.special_token_ids if params.skip_special_tokens else frozenset()
+        hidden = tokenizer.special_token_ids.difference(params.shown_token_ids)
+        skipped = hidden if params.skip_special_tokens else frozenset()
         self._decoder: _Decoder = (
             _ByteLevelDecoder(tokenizer, skipped)
             if tokenizer.is_byte_level

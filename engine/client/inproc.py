@@ -26,6 +26,7 @@ from engine.protocol import (
     EngineCoreOutputs,
     EngineCoreRequest,
     EngineReady,
+    SessionPart,
 )
 from engine.step_failures import StepFailures
 from engine.structured_output.grammar import Grammar
@@ -82,6 +83,13 @@ class InprocClient(SynchronousClient):
             if grammar is not None and self.core.awaits_grammar(request.request_id):
                 self.core.set_grammar(request.request_id, grammar)
             self._live.add(request.request_id)
+
+    def extend(self, part: SessionPart) -> None:
+        """Give a session's next part to the core; raises EngineDeadError, or ValueError where it takes none."""
+        if self.death is not None:
+            raise self.death
+        with InterruptsHeld():
+            self.core.extend(part)
 
     def abort_requests(self, request_ids: Iterable[RequestId], reason: AbortReason) -> None:
         """End live requests; their terminal outputs come with the next `get_output`."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 
 import msgspec
 
-from engine.client.detokenizer import Detokenizer
+from engine.client.detokenizer import Detokenizer, Increment
 from engine.client.tokenizer import Tokenizer
 from engine.errors import Cause
 from engine.outputs import FinishReason, RequestId
@@ -37,6 +38,17 @@ class CompletionOutput(msgspec.Struct, kw_only=True):
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     error: Cause | None = None
+
+    @classmethod
+    def join(cls, deltas: Sequence[CompletionOutput]) -> CompletionOutput:
+        """Return all deltas of one completion, at least one, as the whole."""
+        logprobs = [delta.logprobs for delta in deltas if delta.logprobs is not None]
+        return msgspec.structs.replace(
+            deltas[-1],
+            text="".join(delta.text for delta in deltas),
+            token_ids=[token_id for delta in deltas for token_id in delta.token_ids],
+            logprobs=Logprobs.join(logprobs) if logprobs else None,
+        )
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +110,14 @@ class RequestOutput(msgspec.Struct, kw_only=True):
     prompt_logprobs: Logprobs | None = None
 
 
+class _NoText:
+    """Stands in for a detokenizer where no text is wanted."""
+
+    def update(self, new_token_ids: Sequence[int], finished: bool) -> Increment:
+        """Count the tokens."""
+        return Increment("", None, len(new_token_ids))
+
+
 class Completion:
     """One of a request's completions: turns its tokens into text and keeps what nobody has fetched yet."""
 
@@ -108,8 +128,12 @@ class Completion:
         self.num_tokens = 0
         self.is_finished = False
         self._kind = kind
-        self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, request.sampling_params)
+        params = request.sampling_params
+        self._detokenizer = Detokenizer(tokenizer, request.prompt_token_ids, params) if params.detokenize else _NoText()
+        self._interval = params.stream_interval or 1
+        self._num_told = 0
         self._pending = CompletionOutput(index=index, token_ids=[])
+        self._texts: list[str] = []
         self._logprobs: list[Logprobs] = []
         self._has_news = False
 
@@ -120,7 +144,8 @@ class Completion:
         increment = self._detokenizer.update(output.new_token_ids, output.finish_reason is not None)
         new_token_ids = output.new_token_ids[: increment.num_tokens_used]
         pending = self._pending
-        pending.text += increment.text
+        if increment.text:
+            self._texts.append(increment.text)
         pending.token_ids.extend(new_token_ids)
         self.num_tokens += len(new_token_ids)
         if output.logprobs is not None:
@@ -142,20 +167,35 @@ class Completion:
 
     def fetch(self) -> CompletionOutput | None:
         """Return what is new, of the asked kind, or None when there is nothing to tell yet."""
-        if not self._has_news or (self._kind is OutputKind.FINAL_ONLY and not self.is_finished):
+        if not self._has_news or not (self.is_finished or self._is_due):
             return None
         self._has_news = False
+        self._num_told = self.num_tokens
         if self._kind is OutputKind.DELTA:
             told = self._pending
-            told.logprobs = self._told_logprobs()
+            told.text, told.logprobs = "".join(self._texts), self._told_logprobs()
             self._pending = CompletionOutput(index=self.index, token_ids=[])
-            self._logprobs = []
+            self._texts, self._logprobs = [], []
             return told
         return self.final()
+
+    @property
+    def is_read_by_deltas(self) -> bool:
+        """Whether `fetch` returns what is new, and not all so far."""
+        return self._kind is OutputKind.DELTA
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether what is new of a completion that goes on is to be told: its first token is, then intervals."""
+        if self._kind is OutputKind.FINAL_ONLY:
+            return False
+        return not self._num_told or self.num_tokens - self._num_told >= self._interval
 
     def final(self) -> CompletionOutput:
         """Return all so far of a completion that is not read by deltas."""
         token_ids = list(self._pending.token_ids)
+        self._pending.text = "".join((self._pending.text, *self._texts))
+        self._texts.clear()
         return msgspec.structs.replace(self._pending, token_ids=token_ids, logprobs=self._told_logprobs())
 
     def _told_logprobs(self) -> Logprobs | None:
@@ -204,6 +244,13 @@ class RequestState:
             completion_tokens=sum(completion.num_tokens for completion in self.completions.values()),
             cached_tokens=self.num_cached_tokens,
         )
+
+    def forget(self) -> list[RequestId]:
+        """Take in nothing more; return the ids of the completions that had not ended."""
+        unfinished = [i for i, completion in self.completions.items() if not completion.is_finished]
+        for request_id in unfinished:
+            self.completions[request_id].is_finished = True
+        return unfinished
 
     def add(self, output: EngineCoreOutput, now_s: float) -> bool:
         """Take in an output of one of the completions; return whether that one must be aborted (stop string)."""

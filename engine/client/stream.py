@@ -31,6 +31,11 @@ class Stream:
         return self._state.request_id
 
     @property
+    def prompt(self) -> str | None:
+        """The prompt's text, the rendered template for chat; None where ids were given."""
+        return self._state.prompt
+
+    @property
     def prompt_token_ids(self) -> list[int]:
         """The prompt's token ids."""
         return self._state.prompt_token_ids
@@ -75,19 +80,14 @@ class Stream:
     async def collect(self) -> RequestOutput:
         """Read to the end and return the whole."""
         outputs = [CompletionOutput(index=i, token_ids=[]) for i in range(len(self._state.completions))]
-        logprobs: list[list[Logprobs]] = [[] for _ in outputs]
+        deltas: list[list[CompletionOutput]] = [[] for _ in outputs]
         async for news in self:
-            if self._kind is OutputKind.DELTA:
-                told = outputs[news.index]
-                news.text = told.text + news.text
-                news.token_ids = told.token_ids + news.token_ids
-                if news.logprobs is not None:
-                    logprobs[news.index].append(news.logprobs)
             outputs[news.index] = news
-        for output, parts in zip(outputs, logprobs, strict=True):
-            if parts:
-                output.logprobs = Logprobs.join(parts)
-        return self._state.output(outputs)
+            if self._kind is OutputKind.DELTA:
+                deltas[news.index].append(news)
+        return self._state.output(
+            [CompletionOutput.join(parts) if parts else last for parts, last in zip(deltas, outputs, strict=True)]
+        )
 
     def wake(self, death: EngineDeadError | None = None) -> None:
         """Tell the reader to look again; called by the receive task."""

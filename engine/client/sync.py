@@ -31,6 +31,7 @@ from engine.protocol import (
     EngineMessage,
     EngineReady,
     EngineStopped,
+    SessionPart,
     Shutdown,
     StartProgress,
     StepsRead,
@@ -76,6 +77,14 @@ class SyncMPClient(SynchronousClient):
             except BaseException:
                 self._live.discard(request.request_id)  # nothing was sent, so no terminal output will come
                 raise
+
+    def extend(self, part: SessionPart) -> None:
+        """Send a session's next part; raises EngineDeadError."""
+        if self.death is not None:
+            raise self.death
+        if part.request_id in self._live:
+            with InterruptsHeld():
+                self._connection.send(part)
 
     def abort_requests(self, request_ids: Iterable[RequestId], reason: AbortReason) -> None:
         """Send an abort for those of the ids that are live."""

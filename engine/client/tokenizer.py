@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from engine.client.chat_template import ChatTemplate
+from engine.client.described_tools import speaks_of_tools, with_described_tools
 from engine.client.tokenizer_files import read_files
 from engine.errors import CheckpointError, InvalidRequest, UnsupportedModel
 
@@ -62,6 +63,20 @@ class Tokenizer:
         """Whether conversations can be encoded."""
         return "default" in self._templates
 
+    @property
+    def template_source(self) -> str:
+        """The chat templates as text, one behind the other; empty where there are none."""
+        return "\n".join(template.source for template in self._templates.values())
+
+    @property
+    def shows_tools(self) -> bool:
+        """Whether a chat template shows tools to the model in a form of its own."""
+        return any(template.shows_tools for template in self._templates.values())
+
+    def token_id(self, token: str) -> int | None:
+        """Return the id of a token as the vocabulary spells it, None where it has none."""
+        return self._backend.token_to_id(token)
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of `text`; special tokens written in it become their ids, as in transformers.
 
@@ -109,6 +124,8 @@ class Tokenizer:
     ) -> str:
         """Return the prompt text of `messages`; see `ChatTemplate.render`.
 
+        A template that shows no tools gets them described in the system message.
+
         Raises:
             InvalidRequest: The messages are malformed or refused by the template, or the model has none.
         """
@@ -118,6 +135,8 @@ class Tokenizer:
             raise InvalidRequest(
                 "this model has no chat template: use completions, or start the server with --chat-template"
             )
+        if not template.shows_tools and (tools or speaks_of_tools(messages)):
+            messages, tools = with_described_tools(messages, tools), None
         return template.render(messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables)
 
     def encode_chat(self, messages: Any, /, **options: Any) -> list[int]:

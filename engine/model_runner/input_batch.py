@@ -83,10 +83,13 @@ class LateTokens:
         return known[len(known) - num_late :]
 
 
-def flatten(plan: SchedulerOutput, late_tokens: LateTokens, block_size: int) -> InputBatch:
+def flatten(
+    plan: SchedulerOutput, late_tokens: LateTokens, block_size: int, *, reads_tokens: bool = False
+) -> InputBatch:
     """Lay out a plan with at least one row, for as many groups of layers as each row has block tables.
 
-    Late tokens are taken from `late_tokens`.
+    Late tokens are taken from `late_tokens`. Rows are given their tokens where their parameters read them, all of them
+    if something else `reads_tokens`.
 
     Raises:
         LookupError: A late token is not known.
@@ -109,7 +112,7 @@ def flatten(plan: SchedulerOutput, late_tokens: LateTokens, block_size: int) -> 
         attention=AttentionBatch([torch.from_numpy(np.concatenate(group)) for group in slots], rows),
         sampled=sampled,
         last_rows=torch.tensor([rows[i].first_row + rows[i].num_rows - 1 for i in sampled], dtype=torch.int64),
-        sampling=[_sampling_row(plan.requests[i], late_tokens, plan.step) for i in sampled],
+        sampling=[_sampling_row(plan.requests[i], late_tokens, plan.step, reads_tokens) for i in sampled],
         prompts=[
             _prompt_rows(request, rows[i].first_row, request.sampling_params.prompt_logprobs)
             for i, request in enumerate(plan.requests)
@@ -130,10 +133,10 @@ def _inputs(request: ScheduledRequest, late_tokens: LateTokens, step: int) -> np
     return np.concatenate((known, late_tokens.last(request.request_id, request.num_late, step)))
 
 
-def _sampling_row(request: ScheduledRequest, late_tokens: LateTokens, step: int) -> SamplingRow:
+def _sampling_row(request: ScheduledRequest, late_tokens: LateTokens, step: int, reads_tokens: bool) -> SamplingRow:
     position = request.start + request.num_tokens
     num_output_tokens = position - request.num_prompt_tokens
-    if not request.sampling_params.reads_tokens:
+    if not (reads_tokens or request.sampling_params.reads_tokens):
         return SamplingRow(request.sampling_params, position, num_output_tokens)
     tokens = request.tokens
     if position > len(tokens):  # not `num_late`: a late token may stand before this step's inputs

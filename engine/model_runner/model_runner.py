@@ -39,6 +39,7 @@ from engine.outputs import (
     ScheduledRequest,
     SchedulerOutput,
 )
+from engine.sampling.logits_processor import LogitsProcessor
 from engine.sampling.processors import gather_logprobs
 from engine.sampling.sampler import Samples, sample
 from engine.sampling_params import SamplingParams
@@ -70,6 +71,7 @@ class ModelRunner:
     Attributes:
         attention: The backend and its pages, once started; public for who measures it.
         capacity: What `start` returned.
+        logits_processors: Those of the program that has the engine in its own thread; set by `LLMEngine`.
     """
 
     attention: AttentionPages
@@ -77,6 +79,7 @@ class ModelRunner:
 
     def __init__(self, config: EngineConfig, folder: Path) -> None:
         """Run the model of `folder`, in Hugging Face layout; nothing is read before `start`."""
+        self.logits_processors: Sequence[LogitsProcessor] = ()
         self._config = config
         self._folder = folder
         self._executed: deque[_Executed] = deque()
@@ -178,7 +181,7 @@ class ModelRunner:
             self._executed.append(_Executed(plan, None, torch.empty(0), (), {}))
             return
         began = time.perf_counter()
-        batch = flatten(plan, self._late_tokens, self._config.block_size)
+        batch = flatten(plan, self._late_tokens, self._config.block_size, reads_tokens=bool(self.logits_processors))
         prepared = self.attention.prepare(batch.attention)
         flattened = time.perf_counter()
         assert self._model is not None
@@ -252,7 +255,7 @@ class ModelRunner:
         logits = self._model.logits(executed.hidden)
         scored = time.perf_counter()
         grammar_rows = [batch.sampled.index(row) for row in executed.plan.grammar_rows]
-        samples = sample(logits, batch.sampling, grammar_rows, masks)
+        samples = sample(logits, batch.sampling, grammar_rows, masks, self.logits_processors)
         timings |= {"logits": scored - began, "sample": time.perf_counter() - scored}
         return samples
 

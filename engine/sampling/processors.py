@@ -157,13 +157,20 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor) -> Logprobs:
     Always as many, so that a row's choice among equals does not depend on what its neighbours ask for.
     """
     logprobs = logits.log_softmax(dim=-1)
-    chosen = logprobs.gather(-1, token_ids[:, None])
-    ranks = (logprobs > chosen).sum(dim=-1) + 1
-    top = logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]), dim=-1)
+    return _told(logprobs, token_ids, logprobs.topk(min(MAX_LOGPROBS, logprobs.shape[-1]), dim=-1).indices)
+
+
+def gather_named_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, named: torch.Tensor) -> Logprobs:
+    """Return the logprobs of `token_ids [n]` and of the tokens `named [n, k]`, by `logits [n, vocab_size]`."""
+    return _told(logits.log_softmax(dim=-1), token_ids, named)
+
+
+def _told(logprobs: torch.Tensor, token_ids: torch.Tensor, others: torch.Tensor) -> Logprobs:
+    told = torch.cat((token_ids[:, None], others), dim=-1)
+    values = logprobs.gather(-1, told)
+    ranks = (logprobs > values[:, :1]).sum(dim=-1) + 1
     return Logprobs(
-        torch.cat((token_ids[:, None], top.indices), dim=-1).to(torch.int32).numpy(force=True),
-        torch.cat((chosen, top.values), dim=-1).numpy(force=True),
-        ranks.to(torch.int32).numpy(force=True),
+        told.to(torch.int32).numpy(force=True), values.numpy(force=True), ranks.to(torch.int32).numpy(force=True)
     )
 
 

@@ -1,7 +1,8 @@
 """Logits to token ids: one pure function a step.
 
 The order, for each row: logprobs are taken of the logits as they come → grammar mask → allowed_token_ids → bad_words
-→ no end token before `min_tokens` → logit_bias → repetition, frequency, presence penalty → greedy rows take the arg max
+→ no end token before `min_tokens` → logit_bias → repetition, frequency, presence penalty → processors of the program's
+own, if any → greedy rows take the arg max
 of these logits (the lowest id among equals), the others go on: temperature → softmax → min_p → top_k → top_p → draw. It
 is vLLM's order. A processor touches only the rows that ask for it. A row's draw uses one uniform number, a function of
 (seed, position); so a row's token depends on its logits, parameters, seed and tokens, never on the other rows.
@@ -20,6 +21,7 @@ import torch
 from engine.errors import Cause
 from engine.outputs import GrammarMasks, Logprobs, TokenArray
 from engine.sampling import processors
+from engine.sampling.logits_processor import LogitsProcessor
 from engine.sampling_params import SamplingParams
 
 _NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
@@ -67,6 +69,7 @@ def sample(
     rows: Sequence[SamplingRow],
     grammar_rows: Sequence[int] = (),
     grammar_masks: GrammarMasks | None = None,
+    logits_processors: Sequence[LogitsProcessor] = (),
 ) -> Samples:
     """Draw a token for each row.
 
@@ -75,6 +78,7 @@ def sample(
         rows: One for each row of `logits`.
         grammar_rows: Rows that have a mask.
         grammar_masks: Their packed masks, in that order.
+        logits_processors: Those of the program, in their order; rows must then have all their tokens.
 
     Returns:
         The tokens; a row whose logits hold NaN or plus infinity, or allow no token, fails alone.
@@ -85,6 +89,8 @@ def sample(
     if grammar_masks is not None:
         processors.apply_grammar_masks(logits, grammar_rows, grammar_masks)
     process(logits, rows)
+    if logits_processors:
+        failed |= _process_by(logits_processors, logits, rows)
     best = logits.max(dim=-1)
     for row in torch.nonzero(best.values == -torch.inf).flatten().tolist():
         failed.setdefault(row, Cause("NoTokenAllowed", _nothing_allowed(rows[row], row in grammar_rows)))
@@ -92,11 +98,23 @@ def sample(
     random = [i for i, row in enumerate(rows) if i not in failed and not row.params.is_greedy]
     if random:
         token_ids[random] = _draw(logits[random], [rows[i] for i in random])
-    logprobs = {}
-    if asking:
-        gathered = processors.gather_logprobs(unprocessed, token_ids[asking])
-        logprobs = {i: gathered.part(j, j + 1, rows[i].params.logprobs) for j, i in enumerate(asking)}
+    logprobs = _gather_logprobs(unprocessed, token_ids, rows, asking) if asking else {}
     return Samples(token_ids.tolist(), failed, logprobs)
+
+
+def _gather_logprobs(
+    logits: torch.Tensor, token_ids: torch.Tensor, rows: Sequence[SamplingRow], asking: Sequence[int]
+) -> dict[int, Logprobs]:
+    """Return what each row of `asking` wants to be told by its row of `logits`: the likeliest tokens, or named ones."""
+    gathered = processors.gather_logprobs(logits, token_ids[asking])
+    told = {i: gathered.part(j, j + 1, rows[i].params.logprobs) for j, i in enumerate(asking)}
+    naming = [j for j, i in enumerate(asking) if rows[i].params.logprob_token_ids is not None]
+    if naming:
+        lists = [torch.tensor(rows[asking[j]].params.logprob_token_ids) for j in naming]
+        named = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)
+        gathered = processors.gather_named_logprobs(logits[naming], token_ids[asking][naming], named)
+        told |= {asking[j]: gathered.part(k, k + 1, len(lists[k])) for k, j in enumerate(naming)}
+    return told
 
 
 def _nothing_allowed(row: SamplingRow, has_grammar: bool) -> str:
@@ -115,6 +133,19 @@ def _number_failures(logits: torch.Tensor) -> dict[int, Cause]:
         kind = "NaN" if highest[row].isnan() else "infinite"
         failed[row] = Cause("BadLogits", f"the model gave {kind} logits for this request; others are not affected")
     return failed
+
+
+def _process_by(
+    logits_processors: Sequence[LogitsProcessor], logits: torch.Tensor, rows: Sequence[SamplingRow]
+) -> dict[int, Cause]:
+    """Let the program's processors change `logits`, in place; return the rows that they spoilt."""
+    was_whole = _number_failures(logits).keys()
+    forbidden = logits == -torch.inf
+    for processor in logits_processors:
+        processor(logits, rows)
+    logits.masked_fill_(forbidden, -torch.inf)
+    message = "a logits processor gave NaN or infinity for this request"
+    return {row: Cause("BadLogits", message) for row in _number_failures(logits).keys() - was_whole}
 
 
 def process(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:

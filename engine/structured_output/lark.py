@@ -22,6 +22,7 @@ _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """Masks then allow every spelling in tokens, not one that is computed: what is allowed is what is accepted."""
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 """How a rule of GBNF begins, and none of Lark's."""
+_INLINE_SCHEMA = re.compile(r"%json\s*(?={)")
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
@@ -61,12 +62,24 @@ def _of_choice(params: StructuredOutputsParams) -> str:
 
 def _of_grammar(params: StructuredOutputsParams) -> str:
     grammar = params.grammar or ""
+    for found in _INLINE_SCHEMA.finditer(grammar):
+        _check_inline(grammar, found.end())
     if _GBNF.search(grammar) is None:
         return grammar
     try:
         return str(gbnf_to_lark(grammar))
     except Exception as error:  # the library raises nothing more precise
         raise InvalidGrammar(f"the grammar cannot be read as GBNF: {error!s:.200}") from None
+
+
+def _check_inline(grammar: str, start: int) -> None:
+    """Check the schema that stands in a grammar there; what is no JSON is the compiler's to refuse."""
+    try:
+        schema, _ = json.JSONDecoder().raw_decode(grammar, start)
+    except (ValueError, RecursionError):
+        return
+    for part in _schemas_in(schema):
+        _check_counts(part)
 
 
 def _of_structural_tag(params: StructuredOutputsParams) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from engine.client.tokenizer import load_tokenizer
 from engine.errors import Cause, InvalidGrammar, ModelError
 from engine.sampling_params import SamplingParams
+from engine.structured_output.after_reasoning import GrammarAfterReasoning
+from engine.structured_output.grammar import Grammar
 from engine.structured_output.lark import to_lark
 from engine.structured_output.llguidance_backend import LLGuidanceGrammar, match
 from engine.structured_output.vocabulary import Vocabulary
@@ -19,7 +21,7 @@ class StructuredOutputManager:
         self._vocab_size = vocab_size
         self._vocabulary: Vocabulary | None = None
 
-    def compile(self, params: SamplingParams, lark: str | None = None) -> LLGuidanceGrammar | Cause:
+    def compile(self, params: SamplingParams, lark: str | None = None) -> Grammar | Cause:
         """Compile the grammar of a request that asks for one, `lark` where that is known; or say why it is refused.
 
         Anew for each request: copies of a compiled grammar would share the limits of its lexer, so that one could fail
@@ -33,7 +35,11 @@ class StructuredOutputManager:
             matcher = match(asked, lark or to_lark(asked), self._vocabulary)
         except (InvalidGrammar, ModelError) as error:
             return refusal(str(error))
-        return LLGuidanceGrammar(matcher, self._vocabulary, params)
+        grammar = LLGuidanceGrammar(matcher, self._vocabulary, params)
+        if params.reasoning is None:
+            return grammar
+        ends = (*params.eos_token_ids, *params.stop_token_ids)
+        return GrammarAfterReasoning(grammar, params.reasoning, ends, self._vocabulary.size)
 
 
 def refusal(message: str) -> Cause:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 
+import msgspec
 import pytest
 
 from engine.errors import QueueFull
@@ -11,6 +12,7 @@ from engine.outputs import FinishReason, RequestId
 from engine.protocol import (
     AbortReason,
     EngineCoreRequest,
+    SessionPart,
 )
 from engine.sampling_params import SamplingParams
 from engine.testing import expected_tokens
@@ -86,6 +88,24 @@ async def test_a_request_that_can_never_run_ends_alone_with_the_reason(open_face
         for each in (bad, good):
             face.client.add_request(each)
         assert await log.until_ended(bad, good) == [FinishReason.ERROR, FinishReason.LENGTH]
+        await assert_idle_and_well(face, log)
+
+
+async def test_a_sessions_parts_reach_the_engine_that_has_it_and_are_dropped_once_it_has_ended(open_face: Open) -> None:
+    async with open_face() as face:
+        log = Log(face)
+        session = msgspec.structs.replace(request([65] * 9), extras={"session": True})
+        face.client.add_request(session)
+        await log.until_tokens(session, 12)
+        face.client.extend(SessionPart(session.request_id, [66] * 5, GREEDY))
+        await log.until_tokens(session, 24)
+        assert session.request_id not in log.ends
+        face.client.extend(SessionPart(session.request_id, []))
+        assert await log.until_ended(session) == [FinishReason.STOP]
+        first = expected_tokens([65] * 9, GREEDY, 12)
+        known = [*[65] * 9, *first[:-1], *[66] * 5]
+        assert log.tokens[session.request_id] == first + expected_tokens(known, GREEDY, 12)
+        face.client.extend(SessionPart(session.request_id, [67], GREEDY))
         await assert_idle_and_well(face, log)
 
 

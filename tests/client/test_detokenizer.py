@@ -248,3 +248,50 @@ def test_special_tokens_are_shown_only_if_asked(smollm2_folder: Path) -> None:
     assert text_of(run(Detokenizer(tokenizer, [], shown), ids)) == "Paris.<|im_end|>"
     ended = SamplingParams(skip_special_tokens=False, eos_token_ids=tokenizer.eos_token_ids)
     assert text_of(run(Detokenizer(tokenizer, [], ended), ids)) == "Paris."
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["null", *WINDOWED])
+def test_what_a_token_costs_does_not_grow_with_the_text(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = NULL if name == "null" else WINDOWED[name]
+    costs: list[int] = []
+
+    def counting(function: Any, size: Any) -> Any:
+        def counted(*arguments: Any, **options: Any) -> Any:
+            costs[-1] += size(arguments[0])
+            return function(*arguments, **options)
+
+        return counted
+
+    monkeypatch.setattr(tokenizer, "decode", counting(tokenizer.decode, len), raising=False)
+    monkeypatch.setattr(tokenizer, "token_bytes", counting(tokenizer.token_bytes, lambda token_id: 1), raising=False)
+    detokenizer = Detokenizer(tokenizer, [], SamplingParams(stop=["never comes", "a" * 50]))
+    draw = random.Random(5)
+    for _ in range(20_000):
+        costs.append(0)
+        detokenizer.update([draw.randrange(10)], False)
+        assert len(detokenizer._held) < 60
+    assert 0 < sum(costs[-1000:]) <= 1.2 * sum(costs[:1000])
+
+
+@pytest.mark.parametrize("num_bytes_before", [1, 2])
+def test_a_prompt_that_ends_inside_a_character_adds_nothing_to_the_text(num_bytes_before: int) -> None:
+    prompt = "long prompt 日".encode()
+    cut = len(prompt) - 3 + num_bytes_before
+    increments = run(Detokenizer(NULL, list(prompt[:cut]), SamplingParams()), [*prompt[cut:], *b"ok"])
+    assert text_of(increments) == "\ufffd" * (3 - num_bytes_before) + "ok"
+
+
+def test_bytes_without_end_that_are_no_text_come_out_one_by_one() -> None:
+    detokenizer = Detokenizer(NULL, [], SamplingParams())
+    texts = [detokenizer.update([0x80], False).text for _ in range(50)]
+    assert texts == ["\ufffd"] * 50
+    assert detokenizer.update(list("é".encode()), False).text == "é"
+
+
+def test_a_special_token_that_a_parser_looks_for_is_shown_beside_hidden_ones() -> None:
+    tokenizer = WINDOWED["gemma"]
+    start, end = (tokenizer.token_id(token) for token in ("<s>", "</s>"))
+    assert {start, end} == tokenizer.special_token_ids
+    params = SamplingParams(shown_token_ids=(start,))
+    assert text_of(run(Detokenizer(tokenizer, [], params), [0, start, 0, end, 0])) == "a<s>aa"

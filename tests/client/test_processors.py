@@ -200,3 +200,71 @@ def test_the_first_completion_alone_tells_the_prompt_s_logprobs() -> None:
     _, requests = inputs.make_requests(inputs.tokenize("a"), params, RequestOptions())
     assert [request.sampling_params.prompt_logprobs for request in requests] == [2, None, None]
     assert [request.sampling_params.logprobs for request in requests] == [1, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("fields", "kept"),
+    [
+        ({}, None),
+        ({"truncate_prompt_tokens": 3}, 3),
+        ({"truncate_prompt_tokens": 1000}, None),
+        ({"truncate_prompt_tokens": -1, "max_tokens": 20}, 44),
+        ({"truncate_prompt_tokens": -1, "max_tokens": None}, 63),
+    ],
+)
+def test_of_a_truncated_prompt_the_last_tokens_are_kept(fields: dict[str, int | None], kept: int | None) -> None:
+    inputs = processor()
+    params = SamplingParams(**fields)
+    text = "".join(map(chr, range(32, 112)))
+    if kept is None and "truncate_prompt_tokens" not in fields:
+        with pytest.raises(PromptTooLong, match="truncate_prompt_tokens"):
+            inputs.tokenize(text, params)
+        return
+    prompt = inputs.tokenize(text, params)
+    assert prompt.text == text
+    assert prompt.token_ids == list(text.encode())[-(kept or 80) :]
+    assert inputs.tokenize(list(text.encode()), params).token_ids == prompt.token_ids
+
+
+@pytest.mark.parametrize(("server", "asked", "interval"), [(1, None, 1), (1, 5, 5), (10, 5, 10), (10, None, 10)])
+@pytest.mark.parametrize("kind", [OutputKind.DELTA, OutputKind.CUMULATIVE])
+def test_an_output_waits_for_its_interval_but_not_the_first_and_the_last(
+    server: int, asked: int | None, interval: int, kind: OutputKind
+) -> None:
+    inputs = InputProcessor(EngineConfig(model="null", stream_interval=server), READY, TOKENIZER)
+    prompt = inputs.tokenize("abc")
+    label, requests = inputs.make_requests(
+        prompt, SamplingParams(stream_interval=asked, max_tokens=23), RequestOptions()
+    )
+    state = RequestState(label, prompt.text, requests, kind, TOKENIZER, 0.0)
+    told = []
+    for number in range(1, 24):
+        reason = FinishReason.LENGTH if number == 23 else None
+        state.add(EngineCoreOutput(requests[0].request_id, [64 + number], finish_reason=reason), 0.0)
+        if (news := state.fetch()) is not None:
+            told.append((number, news.text))
+    expected = [number for number in range(1, 24) if (number - 1) % interval == 0 or number == 23]
+    assert [number for number, _ in told] == expected
+    whole = "".join(chr(64 + number) for number in range(1, 24))
+    assert (told[-1][1] if kind is OutputKind.CUMULATIVE else "".join(text for _, text in told)) == whole
+
+
+def test_without_text_there_are_tokens_alone() -> None:
+    (request,) = requests_of(SamplingParams(detokenize=False))
+    state = RequestState("a", "abc", [request], OutputKind.DELTA, TOKENIZER, 0.0)
+    state.add(EngineCoreOutput(request.request_id, [65, 66], finish_reason=FinishReason.LENGTH), 0.0)
+    news = state.fetch()
+    assert news is not None
+    assert (news.text, news.token_ids, news.finish_reason) == ("", [65, 66], FinishReason.LENGTH)
+
+
+@pytest.mark.parametrize(("num_prompt", "num_cached"), [(10, 3), (10, 0), (10, 9), (1, 0)])
+def test_prompt_tokens_are_counted_once_and_those_of_the_cache_beside(num_prompt: int, num_cached: int) -> None:
+    requests = requests_of(SamplingParams(n=2, max_tokens=3), "a" * num_prompt)
+    state = RequestState("a", None, requests, OutputKind.DELTA, TOKENIZER, 0.0)
+    for request in requests:
+        state.add(EngineCoreOutput(request.request_id, [65], num_cached_tokens=num_cached), 1.0)
+        state.add(EngineCoreOutput(request.request_id, [66, 67], finish_reason=FinishReason.LENGTH), 2.0)
+    assert (state.usage.prompt_tokens, state.usage.cached_tokens) == (num_prompt, num_cached)
+    assert (state.usage.completion_tokens, state.usage.total_tokens) == (6, num_prompt + 6)
+    assert (state.metrics.first_token_s, state.metrics.finished_s) == (1.0, 2.0)

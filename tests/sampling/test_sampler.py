@@ -123,3 +123,16 @@ def test_a_grammar_mask_binds_its_row_and_one_that_allows_nothing_fails_alone() 
     assert samples.token_ids[0] == 37
     assert samples.token_ids[1] == sample(logits[1:2].clone(), [row(seed=2)]).token_ids[0]
     assert list(samples.failed) == [2]
+
+
+def test_named_tokens_are_told_in_place_of_the_likeliest_beside_rows_that_name_none() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(3))
+    expected = logits.log_softmax(-1)
+    asked = [{"logprob_token_ids": [4, 40, 9]}, {"logprobs": 2}, {"logprob_token_ids": [7]}]
+    rows = [SamplingRow(SamplingParams(temperature=0, **fields), 5, 1) for fields in asked]  # type: ignore[arg-type]
+    samples = sample(logits.clone(), rows)
+    for i, ids in enumerate(([4, 40, 9], expected[1].topk(2).indices.tolist(), [7])):
+        told = samples.logprobs[i]
+        assert told.token_ids.tolist() == [[samples.token_ids[i], *ids]]
+        np.testing.assert_allclose(told.logprobs, expected[i, told.token_ids[0]].numpy()[None], rtol=1e-6)
+        assert told.ranks.tolist() == [1]

@@ -107,3 +107,43 @@ async def test_the_openai_client_reads_logprobs(open_served, byte_llama: Path):
         answer = await served.with_client(lambda client: client.chat.completions.create(**settings))
         content = answer.choices[0].logprobs.content
         assert [len(entry.top_logprobs) for entry in content] == [2] * 4
+
+
+async def test_named_tokens_are_told_in_every_form_of_answer(open_served, byte_llama: Path):
+    async with open_served(model=str(byte_llama), num_threads=1, num_gpu_blocks_override=64) as served:
+        chat = served.chat(logprobs=True, logprob_token_ids=[65, 66], temperature=0)
+        (choice,) = (await served.post(chat)).json()["choices"]
+        for entry in choice["logprobs"]["content"]:
+            assert [top["token"] for top in entry["top_logprobs"]] == ["A", "B"]
+        text = {"prompt": "hi", "logprob_token_ids": [65], "max_tokens": 3, "ignore_eos": True}
+        (choice,) = (await served.post(text, "/v1/completions")).json()["choices"]
+        assert all("A" in top for top in choice["logprobs"]["top_logprobs"])
+        for fields, param in (
+            ({"logprobs": False}, "logprob_token_ids"),
+            ({"top_logprobs": 2}, "top_logprobs"),
+            ({"logprob_token_ids": [256]}, "logprob_token_ids"),
+        ):
+            answer = await served.post(chat | fields)
+            assert (answer.status, answer.error["param"]) == (400, param)
+
+
+async def test_a_stream_tells_in_intervals_and_a_long_prompt_is_truncated(served):
+    answer = await served.post(served.chat(stream=True, stream_interval=3, max_tokens=11, temperature=0))
+    pieces = [event["choices"][0]["delta"].get("content") for event in answer.events[:-1]]
+    whole = (await served.post(served.chat(max_tokens=11, temperature=0))).json()["choices"][0]["message"]["content"]
+    assert "".join(filter(None, pieces)) == whole
+    assert len([piece for piece in pieces if piece]) <= 5
+    long = {"prompt": "a" * 9000, "max_tokens": 2}
+    assert (await served.post(long, "/v1/completions")).status == 400
+    answer = await served.post(long | {"truncate_prompt_tokens": 7}, "/v1/completions")
+    assert answer.json()["usage"]["prompt_tokens"] == 7
+    answer = await served.post(long | {"truncate_prompt_tokens": -1}, "/v1/completions")
+    assert answer.json()["usage"]["prompt_tokens"] == 8190
+    answer = await served.post(served.chat(temperature=10**400))
+    assert (answer.status, answer.error["param"]) == (400, "temperature")
+
+
+@pytest.mark.parametrize("name", ["logits_processors", "extra_args"])
+async def test_processors_of_programs_are_refused_over_http_by_name(served, name):
+    answer = await served.post(served.chat(**{name: {}}))
+    assert (answer.status, answer.error["param"]) == (400, name)

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from engine.errors import InvalidRequest
-from web.schemas import decode_chat_completion, decode_completion
+from web.chat_schemas import decode_chat_completion
+from web.schemas import decode_completion
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -53,7 +54,7 @@ REFUSED = [
     ({"top_logprobs": 2}, "top_logprobs", "needs logprobs to be true"),
     ({"prompt_logprobs": 21}, "prompt_logprobs", "from 0 to 20, got 21"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "needs stream to be false"),
-    ({"tools": [{}]}, "tools", "not supported yet"),
+    ({"tools": [{}]}, "tools[0].type", "missing required field"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
     ({"response_format": {"type": "json_schema"}}, "response_format", "of type json_schema needs json_schema"),
     ({"response_format": {"type": "text", "triggers": []}}, "response_format", "of type text has no use for triggers"),
@@ -94,8 +95,8 @@ REFUSED = [
     ({"echo": True}, "echo", "not supported yet"),
     (
         {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
-        "messages[0].tool_calls",
-        "not supported",
+        "messages[0].tool_calls[0].id",
+        "missing required field",
     ),
 ]
 
@@ -165,7 +166,7 @@ def test_sampling_fields_reach_the_parameters():
 def test_developer_is_a_system_turn_and_text_parts_are_lines():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "developer", "content": "x"}, {"role": "user", "content": parts, "name": "me"}]
-    assert chat(messages=messages).prompt == [
+    assert chat(messages=messages).prompt.messages == [
         {"role": "system", "content": "x"},
         {"role": "user", "content": "a\nb", "name": "me"},
     ]

@@ -82,10 +82,10 @@ async def test_drain_lets_streams_finish_and_refuses_new_work_while_probes_are_a
 async def test_request_whose_prompt_is_still_read_when_the_stop_comes_is_told_so(open_served, monkeypatch):
     entered, release, tokenize = trio.Event(), threading.Event(), InputProcessor.tokenize
 
-    def slow_tokenize(self, prompt):
+    def slow_tokenize(self, prompt, *options):
         trio.from_thread.run_sync(entered.set)
         release.wait(5)
-        return tokenize(self, prompt)
+        return tokenize(self, prompt, *options)
 
     monkeypatch.setattr(InputProcessor, "tokenize", slow_tokenize)
     async with open_served() as served, await served.connect() as stream:

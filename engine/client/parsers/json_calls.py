@@ -1,0 +1,268 @@
+"""Calls that are written as JSON, read a character at a time: one value, one call, a list of calls."""
+
+from __future__ import annotations
+
+import enum
+import json
+from typing import Any
+
+from engine.client.parsers.pieces import CallArguments, CallBegun, Piece
+
+SPACE = " \t\n\r"
+_CLOSING = {"{": "}", "[": "]"}
+MAX_NESTING = 256
+"""Brackets in one another after which a value is none."""
+
+
+class Progress(enum.Enum):
+    """How far the reading of something is."""
+
+    GOES_ON = enum.auto()
+    DONE = enum.auto()
+    """With this character."""
+    DONE_BEFORE = enum.auto()
+    """With the one before: this one is not part of it."""
+    FAILED = enum.auto()
+    """It is not what it should be; this character is not read."""
+
+
+class JsonValue:
+    """Finds the end of one JSON value; what stands between its brackets is not checked."""
+
+    def __init__(self) -> None:
+        """Await its first character, which is no white space."""
+        self._closings: list[str] = []
+        self._in_string = self._is_escaped = self._has_begun = False
+        self._is_word = False
+
+    def take(self, char: str) -> Progress:
+        """Read one more character."""
+        if self._in_string:
+            return self._take_in_string(char)
+        if not self._has_begun:
+            self._has_begun = True
+            self._is_word = char not in '"{['
+            if self._is_word and not (char.isalnum() or char == "-"):
+                return Progress.FAILED
+        if self._is_word:
+            return Progress.DONE_BEFORE if char in ",}];" or char in SPACE else Progress.GOES_ON
+        if char == '"':
+            self._in_string = True
+        elif char in _CLOSING:
+            self._closings.append(_CLOSING[char])
+            if len(self._closings) > MAX_NESTING:
+                return Progress.FAILED
+        elif char in "}]":
+            if self._closings.pop() != char:
+                return Progress.FAILED
+            return Progress.GOES_ON if self._closings else Progress.DONE
+        return Progress.GOES_ON
+
+    def _take_in_string(self, char: str) -> Progress:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif char == "\\":
+            self._is_escaped = True
+        elif char == '"':
+            self._in_string = False
+            return Progress.GOES_ON if self._closings else Progress.DONE
+        return Progress.GOES_ON
+
+
+class _At(enum.Enum):
+    """What a call's object has come to."""
+
+    OPENING = enum.auto()
+    FIRST_KEY = enum.auto()
+    KEY = enum.auto()
+    COLON = enum.auto()
+    VALUE = enum.auto()
+    COMMA = enum.auto()
+
+
+class CallObject:
+    """One JSON object with a function's name and its arguments, in any order, beside whatever else."""
+
+    def __init__(self, index: int) -> None:
+        """Read the call of number `index`."""
+        self.index = index
+        self.has_begun = False
+        self._read: list[str] = []
+        self._at = _At.OPENING
+        self._key = ""
+        self._text: list[str] = []
+        self._value: JsonValue | None = None
+        self._arguments: str | None = None
+        self._is_streamed = False
+        self._pieces: list[Piece] = []
+
+    def take(self, char: str) -> Progress:
+        """Read one more character; `pieces` has what it brought."""
+        progress = self._take_in_value(char) if self._value else self._take_between(char)
+        if progress is Progress.DONE and not self._finish():
+            progress = Progress.FAILED
+        if progress is not Progress.FAILED and not self.has_begun:
+            self._read.append(char)
+        return progress
+
+    @property
+    def raw(self) -> str:
+        """What was read of a call that has not begun, and must not be lost."""
+        return "" if self.has_begun else "".join(self._read)
+
+    def pieces(self) -> list[Piece]:
+        """Return what is new since the last call."""
+        pieces, self._pieces = self._pieces, []
+        return pieces
+
+    def _take_between(self, char: str) -> Progress:
+        if char in SPACE:
+            return Progress.GOES_ON
+        match self._at, char:
+            case _At.OPENING, "{":
+                self._at = _At.FIRST_KEY
+            case ((_At.FIRST_KEY | _At.COMMA), "}"):
+                return Progress.DONE
+            case _At.COMMA, ",":
+                self._at = _At.KEY
+            case ((_At.FIRST_KEY | _At.KEY), '"'):
+                self._at = _At.KEY
+                return self._begin_value(char)
+            case _At.COLON, ":":
+                self._at = _At.VALUE
+            case _At.VALUE, _:
+                return self._begin_value(char)
+            case _:
+                return Progress.FAILED
+        return Progress.GOES_ON
+
+    def _begin_value(self, char: str) -> Progress:
+        self._value, self._text = JsonValue(), []
+        is_arguments = self._at is _At.VALUE and self._key in ("arguments", "parameters")
+        self._is_streamed = is_arguments and char == "{" and self.has_begun and self._arguments is None
+        if self._is_streamed:
+            self._arguments = ""
+        return self._take_in_value(char)
+
+    def _take_in_value(self, char: str) -> Progress:
+        assert self._value is not None
+        progress = self._value.take(char)
+        if progress is Progress.FAILED:
+            return progress
+        if progress is not Progress.DONE_BEFORE:
+            if self._is_streamed:
+                self._pieces.append(CallArguments(self.index, char))
+            else:
+                self._text.append(char)
+        if progress is Progress.GOES_ON:
+            return progress
+        self._value = None
+        if not self._is_streamed and not self._end_value():
+            return Progress.FAILED
+        self._is_streamed = False
+        self._at = _At.COLON if self._at is _At.KEY else _At.COMMA
+        return self._take_between(char) if progress is Progress.DONE_BEFORE else Progress.GOES_ON
+
+    def _end_value(self) -> bool:
+        """Take in a key or a value that was not told as it came; False where it cannot be what it should."""
+        text = "".join(self._text)
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            if self._at is _At.KEY or self._key == "name":
+                return False
+            value = None
+        if self._at is _At.KEY:
+            self._key = value
+        elif self._key == "name" and not self.has_begun:
+            return self._begin(value)
+        elif self._key in ("arguments", "parameters") and self._arguments is None:
+            self._arguments = _as_arguments(value, text)
+            if self.has_begun:
+                self._pieces.append(CallArguments(self.index, self._arguments))
+        return True
+
+    def _begin(self, name: Any) -> bool:
+        if not isinstance(name, str) or not name:
+            return False
+        self.has_begun = True
+        self._pieces.append(CallBegun(self.index, name))
+        if self._arguments is not None:
+            self._pieces.append(CallArguments(self.index, self._arguments))
+        return True
+
+    def _finish(self) -> bool:
+        if self.has_begun and self._arguments is None:
+            self._pieces.append(CallArguments(self.index, "{}"))
+        return self.has_begun
+
+
+def _as_arguments(value: Any, text: str) -> str:
+    """Return arguments that are no plain object as one: null for none, and a text that holds them."""
+    if value is None and text == "null":
+        return "{}"
+    return value if isinstance(value, str) else text
+
+
+class CallList:
+    """A JSON list of such objects.
+
+    Attributes:
+        num_calls: The number of the next call.
+    """
+
+    def __init__(self, first_index: int = 0) -> None:
+        """Number the calls from `first_index` on."""
+        self.num_calls = first_index
+        self._between: list[str] = []
+        self._call: CallObject | None = None
+        self._has_opened = self._awaits_comma = False
+
+    @property
+    def raw(self) -> str:
+        """What was read since the last call that has begun, and must not be lost."""
+        if self._call is None:
+            return "".join(self._between)
+        return "" if self._call.has_begun else "".join(self._between) + self._call.raw
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether the call that is read now has begun."""
+        return self._call is not None and self._call.has_begun
+
+    def take(self, char: str) -> tuple[Progress, list[Piece]]:
+        """Read one more character; return also what it brought."""
+        if self._call is not None:
+            return self._take_in_call(char, self._call)
+        if char == "{" and self._has_opened and not self._awaits_comma:
+            self._call = CallObject(self.num_calls)
+            return self._take_in_call(char, self._call)
+        progress = self._take_between(char)
+        if progress is Progress.GOES_ON:
+            self._between.append(char)
+        return progress, []
+
+    def _take_in_call(self, char: str, call: CallObject) -> tuple[Progress, list[Piece]]:
+        progress = call.take(char)
+        if call.has_begun:
+            self._between.clear()
+        if progress is Progress.DONE:
+            self._call, self._awaits_comma, self.num_calls = None, True, self.num_calls + 1
+            progress = Progress.GOES_ON
+        elif progress is Progress.FAILED:
+            self.num_calls += call.has_begun
+        return progress, call.pieces()
+
+    def _take_between(self, char: str) -> Progress:
+        if char in SPACE:
+            return Progress.GOES_ON
+        match self._has_opened, self._awaits_comma, char:
+            case False, _, "[":
+                self._has_opened = True
+            case True, True, ",":
+                self._awaits_comma = False
+            case True, _, "]":
+                return Progress.DONE
+            case _:
+                return Progress.FAILED
+        return Progress.GOES_ON

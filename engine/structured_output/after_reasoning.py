@@ -1,0 +1,74 @@
+"""A grammar that holds for what follows the reasoning.
+
+::
+
+BEFORE ──start token──▶ INSIDE ──end token──▶ AFTER: the grammar holds
+   └──any token of the grammar───────────────▶ AFTER
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+
+import numpy as np
+
+from engine.outputs import GrammarMasks
+from engine.sampling_params import ReasoningTokens
+from engine.structured_output.grammar import Grammar
+from engine.structured_output.vocabulary import pack_bits
+
+
+class _State(enum.Enum):
+    BEFORE = enum.auto()
+    INSIDE = enum.auto()
+    AFTER = enum.auto()
+
+
+class GrammarAfterReasoning:
+    """One request's grammar, which is told of nothing before the reasoning's end; see `Grammar`.
+
+    Inside of the reasoning all tokens are allowed but ends: the text would lack its form.
+    """
+
+    def __init__(
+        self, grammar: Grammar, tokens: ReasoningTokens, end_token_ids: Sequence[int], vocab_size: int
+    ) -> None:
+        """Own `grammar`; `end_token_ids` are those that would end the request."""
+        self._grammar = grammar
+        self._tokens = tokens
+        self._state = _State.INSIDE if tokens.start is None else _State.BEFORE
+        self._start_bits = pack_bits(vocab_size, [] if tokens.start is None else [tokens.start])
+        self._no_end_bits = np.bitwise_not(pack_bits(vocab_size, end_token_ids))
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the text is complete and nothing can follow it."""
+        return self._state is _State.AFTER and self._grammar.is_finished
+
+    @property
+    def failure(self) -> str | None:
+        """Why it can allow nothing more although the text is not complete; None while it works."""
+        return self._grammar.failure
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> bool:
+        """Advance over `token_ids`: the grammar is told those that follow the reasoning."""
+        for index, token_id in enumerate(token_ids):
+            match self._state:
+                case _State.BEFORE if token_id == self._tokens.start:
+                    self._state = _State.INSIDE
+                case _State.INSIDE:
+                    self._state = _State.AFTER if token_id == self._tokens.end else _State.INSIDE
+                case _:
+                    self._state = _State.AFTER
+                    return self._grammar.accept_tokens(token_ids[index:])
+        return True
+
+    def fill_bitmask(self, bitmask: GrammarMasks) -> None:
+        """Set the bit of each token that may come next."""
+        if self._state is _State.INSIDE:
+            bitmask[:] = self._no_end_bits
+            return
+        self._grammar.fill_bitmask(bitmask)
+        if self._state is _State.BEFORE:
+            np.bitwise_or(bitmask, self._start_bits, out=bitmask)

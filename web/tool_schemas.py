@@ -1,0 +1,126 @@
+"""What a chat request may say of tools: functions the model may call, and whether it must."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from engine.client.parsers.forced import grammar_of_calls
+from engine.errors import InvalidRequest
+from engine.sampling_params import StructuredOutputsParams, structured_outputs_params
+
+MAX_TOOLS = 128
+"""Most functions in one request."""
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+class Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A function: its name, and a JSON schema of its arguments."""
+
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """What its arguments must be."""
+        return self.parameters or _NO_ARGUMENTS
+
+
+class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A tool; functions are all there is."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class FunctionName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Which function."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The one function that must be called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
+class CalledFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A call of an earlier turn; `arguments` is JSON as text."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A call of an earlier turn, with the id that its result refers to."""
+
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+    index: int | None = None
+
+    def as_template_wants(self, where: str) -> dict[str, Any]:
+        """Return the call with its arguments as an object; raises InvalidRequest."""
+        try:
+            arguments = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
+        except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+            field = f"{where}.function.arguments"
+            raise InvalidRequest(f"{field} must be a JSON object as text: {error}", param=field) from None
+        return {"id": self.id, "type": "function", "function": {"name": self.function.name, "arguments": arguments}}
+
+
+def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
+    """Check what spans tools and their choice; raises InvalidRequest."""
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(f"tools may hold at most {MAX_TOOLS} functions, got {len(tools)}", param="tools")
+    names = [tool.function.name for tool in tools]
+    for index, tool in enumerate(tools):
+        where = f"tools[{index}].function"
+        if _NAME.fullmatch(tool.function.name) is None:
+            message = f"{where}.name must be 1 to 64 of letters, digits, _, . and -, got {tool.function.name!r:.80}"
+            raise InvalidRequest(message, param=f"{where}.name")
+        if tool.function.name in names[:index]:
+            raise InvalidRequest(f"{where}.name {tool.function.name!r} is given twice", param=f"{where}.name")
+    if isinstance(choice, NamedTool) and choice.function.name not in names:
+        message = f"tool_choice names {choice.function.name!r:.80}, and tools are {', '.join(names) or 'none'}"
+        raise InvalidRequest(message, param="tool_choice")
+    if choice == "required" and not tools:
+        raise InvalidRequest("tool_choice required needs tools, got none", param="tool_choice")
+
+
+def form_of_free_calls(tools: Sequence[Tool], begin: str, end: str) -> StructuredOutputsParams:
+    """Return the form of free text in which whatever stands between `begin` and `end` is a call that is valid."""
+    structures = [
+        {
+            "begin": f'{begin}\n{{"name": {json.dumps(tool.function.name)}, "arguments": ',
+            "schema": tool.function.schema,
+            "end": f"}}\n{end}",
+        }
+        for tool in tools
+    ]
+    return structured_outputs_params({"structural_tag": {"structures": structures, "triggers": [begin]}})
+
+
+def form_of_calls(
+    tools: Sequence[Tool], choice: ToolChoice | None, at_most_one: bool
+) -> StructuredOutputsParams | None:
+    """Return the form of a text that must be a call, None where it may be anything; raises InvalidRequest."""
+    if isinstance(choice, NamedTool):
+        schema = next(tool.function.schema for tool in tools if tool.function.name == choice.function.name)
+        return structured_outputs_params({"json": schema})
+    if choice != "required":
+        return None
+    schemas = [(tool.function.name, tool.function.schema) for tool in tools]
+    return structured_outputs_params({"grammar": grammar_of_calls(schemas, at_most_one=at_most_one)})
