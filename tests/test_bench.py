@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
@@ -18,9 +19,11 @@ import pytest
 
 import engine
 from engine.bench.http_client import Address
+from engine.bench.perplexity import perplexity
 from engine.bench.profile import StepProfile
 from engine.bench.report import Report
 from engine.bench.workload import StreamTimes, Workload
+from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.executor.null import expected_tokens
 
@@ -95,6 +98,19 @@ def test_profiling_changes_no_token_and_leaves_no_timer() -> None:
     assert sum(row[1] for row in parts) == pytest.approx(100)
     assert all(row[0] >= 0 for row in rows.values())
     assert 0 < profile.python_share() < 100
+
+
+def test_the_perplexity_of_a_text_is_what_its_tokens_logprobs_give(byte_llama: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 5)
+    report = perplexity(EngineConfig(model=str(byte_llama), num_threads=1), text, 150).as_json()["figures"]
+    with engine.LLM(str(byte_llama), num_threads=1) as llm:
+        windows = [llm.tokenizer.encode(text.read_text())[:150]]
+        (output,) = llm.generate(windows, engine.SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    assert report["perplexity"] == pytest.approx(math.exp(-output.prompt_logprobs.logprobs[:, 0].mean()), rel=1e-5)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        perplexity(EngineConfig(model=str(byte_llama)), tmp_path / "none", 10)
 
 
 # -- whole ------------------------------------------------------------------------------------------------------------
