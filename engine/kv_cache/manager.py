@@ -27,7 +27,7 @@ from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.block_tables import BlockTable, BlockTables
 from engine.kv_cache.match import Match, longest_match
 from engine.kv_cache.prefix_cache import PrefixCache
-from engine.kv_cache.spec import max_blocks_for, num_blocks_for, num_skipped_blocks
+from engine.kv_cache.spec import NULL_BLOCK, max_blocks_for, num_blocks_for, num_skipped_blocks
 from engine.outputs import BlockId, KVCacheGroup, RequestId, ScheduledRequest
 from engine.request import Request, Shortage
 
@@ -174,15 +174,16 @@ class KVCacheManager:
     def _num_gained(self, victims: Sequence[Request], hits: set[BlockId]) -> int:
         """Return how many more blocks one has that would share `hits`, once all of `victims` have left.
 
-        It is asked in vain again and again while one waits, so it looks at no block by itself.
+        It is asked in vain again and again while one waits, so it looks at no block by itself, nor at anybody else's.
         """
         tables = [self._tables[victim.request_id] for victim in victims]
         if not tables:
             return 0
-        num_uses = np.bincount(np.concatenate([view for of_one in tables for view in of_one.views]))
-        is_freed = (num_uses > 0) & (num_uses == self.pool.references()[: len(num_uses)])
-        num_lost = sum(block < len(is_freed) and bool(is_freed[block]) for block in hits)
-        return sum(of_one.num_promised for of_one in tables) + int(is_freed.sum()) - num_lost
+        blocks = np.concatenate([view for of_one in tables for view in of_one.views])
+        used, num_uses = np.unique(blocks[blocks != NULL_BLOCK], return_counts=True)
+        freed = used[num_uses == self.pool.references()[used]]
+        num_lost = len(hits.intersection(freed.tolist())) if hits else 0
+        return sum(of_one.num_promised for of_one in tables) + len(freed) - num_lost
 
     def _shareable(self, match: Match) -> list[BlockId]:
         """Return the matched blocks that cost nothing while others use them: not those that a window will give back."""

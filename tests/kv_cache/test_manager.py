@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -406,3 +407,26 @@ def test_steps_are_awaited_until_they_are_settled() -> None:
     assert manager.awaited_steps == {4}
     manager.settle(4)
     assert manager.awaited_steps == set()
+
+
+def weighing_bytes(num_blocks: int) -> int:
+    """Return the most memory that it takes to weigh four victims of the highest ids in vain."""
+    manager = make_manager(num_blocks, enable_prefix_caching=False)
+    manager.pool.take(num_blocks - 1 - 4 * 8)
+    victims = [make_request(f"v{number}", [number] * 128) for number in range(4)]
+    assert all(admit(manager, victim, 128) for victim in victims)
+    waiting = make_request("waiting", [9] * 900)
+    match = manager.match(waiting)
+    assert manager.num_victims(waiting, match, victims, 0) is None  # and whatever is made once is made
+    tracemalloc.start()
+    try:
+        assert manager.num_victims(waiting, match, victims, 0) is None
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_weighing_victims_touches_as_much_whatever_the_pool() -> None:
+    few, many = weighing_bytes(64), weighing_bytes(200_000)
+    assert many < few + 1000, f"{many} bytes, and {few} in a small pool"
+    assert many < 20_000
