@@ -147,20 +147,37 @@ class KVCacheManager:
         request.shortage = None if has_room else Shortage(num_needed, num_new, next_block, free_hit)
         return has_room
 
-    def num_victims(self, request: Request, match: Match, victims: Sequence[Request], num_reserved: int) -> int | None:
+    def num_due(self, request: Request, num_more: int) -> int:
+        """Return how many blocks beyond those it was promised a running request takes with `num_more` more tokens."""
+        tables = self._tables[request.request_id]
+        num_tokens = min(request.num_tokens + request.num_placeholders + num_more, request.max_num_tokens - 1)
+        if num_tokens <= tables.num_slots:
+            return 0
+        num_new = num_blocks_for(num_tokens - tables.num_slots, self.block_size) * len(self._groups)
+        return max(0, num_new - tables.num_promised)
+
+    def num_victims(
+        self, request: Request, match: Match, victims: Sequence[Request], num_reserved: Sequence[int]
+    ) -> int | None:
         """Return how many of `victims`, in order, must leave before `request` has room behind `match`.
 
         None where all of them are not enough. A block is free once the last who uses it has left; what the victims
         were promised is free too, and what `request` would have shared with them alone it must take itself.
+
+        Args:
+            request: Who waits.
+            match: What `match` found for it.
+            victims: Who may have to leave.
+            num_reserved: Blocks to leave free once none, one, two, … all of them have left; never more than before.
         """
         hits = {*self._shareable(match)}
         num_needed = self.max_blocks(request.num_tokens)
-        num_needed += num_reserved - sum(self.pool.num_references(block) > 0 for block in hits)
+        num_needed -= sum(self.pool.num_references(block) > 0 for block in hits)
         num_free, left = self.num_available_blocks, Counter[BlockId]()
-        if num_needed > num_free + self._num_gained(victims, hits):
+        if num_needed + num_reserved[-1] > num_free + self._num_gained(victims, hits):
             return None
         for count, victim in enumerate(victims):
-            if num_needed <= num_free:
+            if num_needed + num_reserved[count] <= num_free:
                 return count
             tables = self._tables[victim.request_id]
             num_free += tables.num_promised
@@ -169,7 +186,7 @@ class KVCacheManager:
                 if left[block] == self.pool.num_references(block):
                     num_free += 1
                     num_needed += block in hits
-        return len(victims) if num_needed <= num_free else None
+        return len(victims) if num_needed + num_reserved[-1] <= num_free else None
 
     def _num_gained(self, victims: Sequence[Request], hits: set[BlockId]) -> int:
         """Return how many more blocks one has that would share `hits`, once all of `victims` have left.

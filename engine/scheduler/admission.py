@@ -13,6 +13,8 @@ The queue's order is strict but for two rules, which keep the engine busy and ev
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from engine.config import EngineConfig
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.match import Match
@@ -139,11 +141,10 @@ class Admission:
         num_free = self._kv_cache.num_available_blocks + sum(map(self._kv_cache.num_blocks, victims))
         if request.shortage is not None and request.shortage.num_blocks > num_free:
             return []
-        num_reserved = self._watermark if len(victims) < len(self._running) else 0
         match = self._kv_cache.match(request)
-        count = self._kv_cache.num_victims(request, match, victims, num_reserved)
+        count = self._kv_cache.num_victims(request, match, victims, self._reserves(victims))
         if count is None:
-            self._kv_cache.has_room(request, match, num_reserved)  # remember why
+            self._kv_cache.has_room(request, match, self._watermark)  # remember why
             self._refused = request, self._kv_cache.num_changes
             return []
         chosen = victims[: max(count, lacks_place)]
@@ -151,6 +152,19 @@ class Admission:
             request.num_overtaken = self._config.max_overtakes
             self._made_way_for = request
         return chosen
+
+    def _reserves(self, victims: list[Request]) -> list[int]:
+        """Return how many blocks must be left free once none, one, two, … all of `victims` have left.
+
+        The watermark, as long as somebody runs, and what those who run take before blocks held by plans are free.
+        """
+        num_plans = len(self._in_flight)
+        num_due = {request: self._kv_cache.num_due(request, num_plans) for request in self._running}
+        reserves = [self._watermark + sum(num_due.values())]
+        reserves += [reserves[0] - num_left for num_left in accumulate(num_due[victim] for victim in victims)]
+        if len(victims) == len(self._running):
+            reserves[-1] = 0
+        return reserves
 
     def _awaits_protected(self, request: Request) -> bool:
         """Whether `request` must wait for other protected ones, which may need the room that it may need."""

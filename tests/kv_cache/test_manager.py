@@ -417,10 +417,10 @@ def weighing_bytes(num_blocks: int) -> int:
     assert all(admit(manager, victim, 128) for victim in victims)
     waiting = make_request("waiting", [9] * 900)
     match = manager.match(waiting)
-    assert manager.num_victims(waiting, match, victims, 0) is None  # and whatever is made once is made
+    assert manager.num_victims(waiting, match, victims, [0] * 5) is None  # and whatever is made once is made
     tracemalloc.start()
     try:
-        assert manager.num_victims(waiting, match, victims, 0) is None
+        assert manager.num_victims(waiting, match, victims, [0] * 5) is None
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()

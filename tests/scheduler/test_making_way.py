@@ -76,6 +76,36 @@ def test_where_others_go_on_the_watermark_counts_and_nobody_makes_way_in_vain() 
     assert driver.core.stats().num_preemptions == 0
 
 
+def test_where_the_watermark_is_lacking_once_some_have_made_way_all_make_way_and_it_is_waived() -> None:
+    driver = make_driver(watermark=0.3, enable_prefix_caching=False)
+    driver.add("low1", prompt(9, 1), priority=5, max_tokens=20)
+    driver.step()
+    driver.add("low2", prompt(9, 2), priority=5, max_tokens=20)
+    driver.step()
+    driver.add("urgent", prompt(21, 3), priority=1, max_tokens=2)  # six of the seven that low2 would leave
+    driver.step()
+    plan = driver.step()
+    assert plan is not None
+    assert (rows(plan), plan.preempted_request_ids) == ({"urgent": 21}, ("low2", "low1"))
+    run_and_compare(driver)
+
+
+def test_one_makes_way_only_if_the_watermark_stays_free_beside_those_who_go_on() -> None:
+    driver = make_driver("fair", watermark=0.3, enable_prefix_caching=False)
+    for number in range(3):
+        driver.add(f"many{number}", prompt(5, number), client_key="many", max_tokens=7)
+        driver.step()
+    driver.add("one", prompt(17, 9), client_key="one", max_tokens=2)  # five of the eight that two would leave
+    for _ in range(40):
+        num_before = driver.num_preemptions
+        plan = driver.step()
+        assert plan is not None
+        if "one" in rows(plan):
+            break
+        assert driver.num_preemptions == num_before  # nobody makes way while it cannot start
+    run_and_compare(driver)
+
+
 def test_nobody_makes_way_in_vain_for_who_would_have_shared_its_blocks() -> None:
     driver = make_driver()
     driver.add("stays", prompt(6, 1), priority=0, max_tokens=12)
