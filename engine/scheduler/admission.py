@@ -142,15 +142,19 @@ class Admission:
         if request.shortage is not None and request.shortage.num_blocks > num_free:
             return []
         match = self._kv_cache.match(request)
+        num_new = request.num_tokens - match.num_tokens
+        if not self._leaves_tokens(num_new, victims):
+            return []
         count = self._kv_cache.num_victims(request, match, victims, self._reserves(victims))
         if count is None:
             self._kv_cache.has_room(request, match, self._watermark)  # remember why
             self._refused = request, self._kv_cache.num_changes
             return []
         chosen = victims[: max(count, lacks_place)]
-        if chosen:
-            request.num_overtaken = self._config.max_overtakes
-            self._made_way_for = request
+        if not chosen or not self._leaves_tokens(num_new, chosen):
+            return []
+        request.num_overtaken = self._config.max_overtakes
+        self._made_way_for = request
         return chosen
 
     def _reserves(self, victims: list[Request]) -> list[int]:
@@ -165,6 +169,16 @@ class Admission:
         if len(victims) == len(self._running):
             reserves[-1] = 0
         return reserves
+
+    def _leaves_tokens(self, num_new: int, victims: list[Request]) -> bool:
+        """Whether a step's budget has room for a request of `num_new` tokens to start once `victims` have left."""
+        max_new = self._config.long_prefill_token_threshold or self._config.max_num_batched_tokens
+        others = {*self._running}.difference(victims)
+        num_given = sum(
+            min(max_new, other.num_tokens + other.num_placeholders - other.num_computed_tokens) for other in others
+        )
+        least = 1 if self._config.enable_chunked_prefill else num_new
+        return num_given + least <= self._config.max_num_batched_tokens
 
     def _awaits_protected(self, request: Request) -> bool:
         """Whether `request` must wait for other protected ones, which may need the room that it may need."""

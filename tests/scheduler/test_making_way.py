@@ -225,6 +225,39 @@ def test_who_lacks_tokens_alone_is_matched_once_and_takes_nobodys_place(matched:
     assert driver.core.stats().num_preemptions == 0
 
 
+def test_without_chunked_prefill_nobody_makes_way_for_who_would_not_get_its_tokens() -> None:
+    driver = make_driver(
+        enable_chunked_prefill=False, max_num_batched_tokens=40, num_gpu_blocks_override=30, max_num_seqs=3
+    )
+    for number in range(2):
+        driver.add(f"stays{number}", prompt(3, number), priority=0, max_tokens=8)
+    driver.step()
+    driver.add("low", prompt(9, 2), priority=5, max_tokens=20)
+    driver.step()
+    driver.add("urgent", prompt(39, 3), priority=1, max_tokens=1)  # all but one of the tokens of a step
+    for _ in range(6):  # while low could go, the others take two
+        assert rows(driver.step()) == {"stays0": 1, "stays1": 1, "low": 1}
+    plan = driver.step()
+    assert plan is not None
+    assert (rows(plan), driver.num_preemptions) == ({"low": 1, "urgent": 39}, 0)
+    run_and_compare(driver)
+
+
+def test_nobody_makes_way_while_those_who_go_on_take_all_tokens_of_a_step() -> None:
+    driver = make_driver(max_num_batched_tokens=8, num_gpu_blocks_override=30, max_num_seqs=2)
+    driver.add("low", prompt(4, 1), priority=5, max_tokens=20)
+    driver.step()
+    driver.add("stays", prompt(30, 2), priority=0, max_tokens=6)
+    driver.step()
+    driver.add("urgent", prompt(4, 3), priority=1, max_tokens=2)
+    num_preemptions = []
+    while "urgent" not in rows(driver.step()):
+        num_preemptions.append(driver.num_preemptions)
+    assert num_preemptions == [0, 0]
+    assert driver.num_preemptions == 1
+    run_and_compare(driver)
+
+
 def test_who_made_way_does_not_come_back_in_the_same_step() -> None:
     driver = make_driver("fair", num_gpu_blocks_override=12)
     driver.add("a1", prompt(3, 1), client_key="a", max_tokens=30)
