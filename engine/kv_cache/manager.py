@@ -109,7 +109,10 @@ class KVCacheManager:
         return self._matched[1]
 
     def is_short(self, request: Request, num_reserved: int, max_new: int | None) -> bool:
-        """Whether `has_room`, which refused before, would refuse again; O(1), for it is asked in every step."""
+        """Whether `has_room`, which refused before, would refuse again; O(1), for it is asked in every step.
+
+        `num_reserved` is negative where as many blocks more might become free.
+        """
         shortage = request.shortage
         if shortage is None:
             return False

@@ -132,14 +132,21 @@ class Admission:
         is_unchanged = self._refused == (request, self._kv_cache.num_changes)
         if is_unchanged and self._kv_cache.is_short(request, self._watermark, None):
             return []
+        chosen = self._weighed(request)
+        if chosen:
+            request.num_overtaken = self._config.max_overtakes
+            self._made_way_for = request
+        return chosen
+
+    def _weighed(self, request: Request) -> list[Request]:
+        """Return who has to make way for `request`, if it can start then; what is cheap to know is asked first."""
         victims = [victim for victim in self._policy.victims(request, self._running) if not is_protected(victim)]
         lacks_place = len(self._running) >= self._config.max_num_seqs
         if not victims or self._awaits_protected(request):
             return []
         if not lacks_place and not self._kv_cache.lacks_blocks(request, self._watermark):
             return []  # it has not been tried yet, or waits for tokens alone
-        num_free = self._kv_cache.num_available_blocks + sum(map(self._kv_cache.num_blocks, victims))
-        if request.shortage is not None and request.shortage.num_blocks > num_free:
+        if self._kv_cache.is_short(request, -sum(map(self._kv_cache.num_blocks, victims)), None):
             return []
         match = self._kv_cache.match(request)
         num_new = request.num_tokens - match.num_tokens
@@ -151,11 +158,7 @@ class Admission:
             self._refused = request, self._kv_cache.num_changes
             return []
         chosen = victims[: max(count, lacks_place)]
-        if not chosen or not self._leaves_tokens(num_new, chosen):
-            return []
-        request.num_overtaken = self._config.max_overtakes
-        self._made_way_for = request
-        return chosen
+        return chosen if self._leaves_tokens(num_new, chosen) else []
 
     def _reserves(self, victims: list[Request]) -> list[int]:
         """Return how many blocks must be left free once none, one, two, … all of `victims` have left.

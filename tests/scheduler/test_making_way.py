@@ -258,6 +258,22 @@ def test_nobody_makes_way_while_those_who_go_on_take_all_tokens_of_a_step() -> N
     run_and_compare(driver)
 
 
+@pytest.mark.parametrize("max_num_seqs", [2, 3])
+def test_who_needs_less_than_when_it_was_refused_takes_a_place_as_soon_as_that_is_enough(max_num_seqs: int) -> None:
+    driver = make_driver(max_num_seqs=max_num_seqs, max_num_batched_tokens=16, long_prefill_token_threshold=4)
+    shared = prompt(28)
+    driver.add("stays", shared[:21], priority=0, max_tokens=19)
+    driver.step()
+    driver.add("urgent", [*shared[:25], 99], priority=0, max_tokens=2)  # seven blocks, fewer with each that is cached
+    driver.add("low", prompt(3, 9), priority=5, max_tokens=20)
+    assert rows(driver.step()) == {"stays": 4, "low": 3}
+    assert rows(driver.step()) == {"stays": 4, "low": 1}
+    plan = driver.step()
+    assert plan is not None
+    assert (rows(plan), plan.preempted_request_ids) == ({"stays": 4, "urgent": 4}, ("low",))
+    run_and_compare(driver)
+
+
 def test_who_made_way_does_not_come_back_in_the_same_step() -> None:
     driver = make_driver("fair", num_gpu_blocks_override=12)
     driver.add("a1", prompt(3, 1), client_key="a", max_tokens=30)
