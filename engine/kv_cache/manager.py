@@ -99,14 +99,23 @@ class KVCacheManager:
         At least one token is left to compute, for its logits are needed: a fully cached request computes its last
         block again, into a block of its own.
         """
-        if not self._enable_prefix_caching or not request.reads_prefix_cache:
-            return Match(tuple([] for _ in self._groups), 0)
         asked = request, request.num_tokens, self.prefix_cache.num_changes
         if self._matched is None or self._matched[0] != asked:
-            max_blocks = (request.num_tokens - 1) // self.block_size
-            hashes = self.prefix_cache.hashes(request)[:max_blocks]
-            self._matched = asked, longest_match(self.prefix_cache, self._groups, hashes, self.block_size)
+            self._matched = asked, self.new_match(request)
         return self._matched[1]
+
+    def new_match(self, request: Request) -> Match:
+        """Find what `match` finds, whatever is kept, and keep nothing."""
+        if not self._enable_prefix_caching or not request.reads_prefix_cache:
+            return Match(tuple([] for _ in self._groups), 0)
+        max_blocks = (request.num_tokens - 1) // self.block_size
+        hashes = self.prefix_cache.hashes(request)[:max_blocks]
+        return longest_match(self.prefix_cache, self._groups, hashes, self.block_size)
+
+    def forget_match(self, request: Request) -> None:
+        """Let go of `request`, which has ended, where its match is kept."""
+        if self._matched is not None and self._matched[0][0] is request:
+            self._matched = None
 
     def is_short(self, request: Request, num_reserved: int, max_new: int | None) -> bool:
         """Whether `has_room`, which refused before, would refuse again; O(1), for it is asked in every step.
@@ -393,5 +402,9 @@ class KVCacheManager:
         for requests in self._held.values():
             for tables in requests.values():
                 references += tables.blocks_in_use
+        if self._matched is not None:
+            (request, num_tokens, num_changes), match = self._matched
+            is_valid = (num_tokens, num_changes) == (request.num_tokens, self.prefix_cache.num_changes)
+            assert not is_valid or match == self.new_match(request), f"{request}: the match that is kept is stale"
         self.prefix_cache.check_invariants()
         self.pool.check_invariants(references, self.prefix_cache.holds)

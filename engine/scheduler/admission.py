@@ -58,8 +58,9 @@ class Admission:
         running: list[Request],
         in_flight: PlansInFlight,
         kv_cache: KVCacheManager,
+        max_concurrent_plans: int,
     ) -> None:
-        """Start with nobody waiting."""
+        """Start with nobody waiting; at most `max_concurrent_plans` are in flight."""
         self.waiting = WaitingQueue()
         self.first_counts, self.resumed_counts = PrefixCacheCounts(), PrefixCacheCounts()
         self._config = config
@@ -67,6 +68,7 @@ class Admission:
         self._running = running
         self._in_flight = in_flight
         self._kv_cache = kv_cache
+        self._max_concurrent_plans = max_concurrent_plans
         self._watermark = int(config.watermark * kv_cache.pool.num_blocks)
         self._passed: list[Request] = []
         self._made_way_for: Request | None = None
@@ -119,6 +121,13 @@ class Admission:
         self.waiting.restore()
         self._passed.clear()
 
+    def forget(self, request: Request) -> None:
+        """Let go of `request`, which has ended, where something is remembered of it."""
+        if self._made_way_for is request:
+            self._made_way_for = None
+        if self._refused is not None and self._refused[0] is request:
+            self._refused = None
+
     def displaced(self) -> list[Request]:
         """Return the running requests that have to make way for the next one in the queue, as the policy has it.
 
@@ -165,8 +174,8 @@ class Admission:
 
         The watermark, as long as somebody runs, and what those who run take before blocks held by plans are free.
         """
-        num_plans = len(self._in_flight)
-        num_due = {request: self._kv_cache.num_due(request, num_plans) for request in self._running}
+        num_more = self._max_concurrent_plans - 1
+        num_due = {request: self._kv_cache.num_due(request, num_more) for request in self._running}
         reserves = [self._watermark + sum(num_due.values())]
         reserves += [reserves[0] - num_left for num_left in accumulate(num_due[victim] for victim in victims)]
         if len(victims) == len(self._running):

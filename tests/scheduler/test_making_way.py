@@ -169,7 +169,9 @@ def test_where_victims_share_a_prefix_with_who_stays_they_are_weighed_once_until
 
 def looks_while_victims_come_and_go(num_victims: int, monkeypatch: pytest.MonkeyPatch) -> list[Counter[str]]:
     """Return what is asked of the cache in each step in which an urgent request is refused, and one victim is new."""
-    driver = make_driver(num_gpu_blocks_override=96, max_model_len=384, max_num_batched_tokens=512, max_num_seqs=20)
+    driver = make_driver(
+        num_gpu_blocks_override=96, max_model_len=384, max_num_batched_tokens=512, max_num_seqs=20, checks_acts=False
+    )
     driver.add("stays", prompt(41), priority=0, max_tokens=60)
     driver.step()
     for number in range(num_victims):
@@ -314,3 +316,28 @@ def test_who_comes_again_has_its_place_as_the_policy_has_it() -> None:
     assert now > 70
     assert fair.place_again(early, made_way_for=placed(3, position=990)) == (991, 1)  # behind whom it made way for
     assert fair.place_again(early, made_way_for=placed(3, position=5)) == (now + 1, 1)  # and those who come now
+
+
+def test_nothing_is_remembered_of_who_has_ended() -> None:
+    driver = make_driver(num_gpu_blocks_override=12, max_num_seqs=2)
+    driver.add("stays", prompt(20, 1), priority=0, max_tokens=5)
+    driver.add("low", prompt(6, 2), priority=5, max_tokens=5)
+    driver.step()
+    driver.add("refused", prompt(38, 3), priority=1, max_tokens=2)  # more than low would leave
+    driver.step()
+    driver.step()
+    admission, kv_cache = driver.core._scheduler.admission, driver.core._kv_cache
+    refused, matched = admission._refused, kv_cache._matched
+    assert refused is not None
+    assert matched is not None
+    assert refused[0].request_id == matched[0][0].request_id == "refused"
+    driver.abort("refused")
+    assert (admission._refused, kv_cache._matched) == (None, None)
+    driver.add("urgent", prompt(6, 4), priority=1, max_tokens=2)
+    driver.step()
+    made_way_for = admission._made_way_for
+    assert made_way_for is not None
+    assert made_way_for.request_id == "urgent"
+    driver.abort("urgent")
+    assert (admission._made_way_for, kv_cache._matched) == (None, None)
+    run_and_compare(driver)
