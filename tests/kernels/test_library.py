@@ -50,6 +50,8 @@ def test_a_second_load_compiles_nothing(own_cache: Path, tmp_path: Path, monkeyp
     ("script", "reason"),
     [
         ("echo it broke >&2; exit 1", "it broke"),
+        ('[ "$1" = --version ] || exit 3', "exit status 3"),
+        ("exit 0", "made no library"),
         ('[ "$1" = --version ] || kill -9 $$', "failed"),
     ],
 )
@@ -60,6 +62,21 @@ def test_a_compiler_that_fails_is_a_reason_and_leaves_nothing(
     with pytest.raises(NoKernels, match=reason):
         library.load("plain")
     assert built(own_cache) == [".lock"]
+
+
+def test_a_library_that_cannot_be_loaded_is_built_again() -> None:
+    target, _ = library._build_of("plain")
+    target.parent.mkdir(parents=True)
+    target.touch()
+    library.load("plain")
+    assert target.stat().st_size > 0
+
+
+def test_a_compiler_may_have_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = tmp_path / "told"
+    monkeypatch.setenv("CC", fake_compiler(tmp_path, f'echo "$1" >> {told}; exec gcc "$@"') + " -DSOMETHING")
+    library.load("plain")
+    assert set(told.read_text().split()) == {"-DSOMETHING"}
 
 
 def test_a_compiler_that_does_not_answer_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:

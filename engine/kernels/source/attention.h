@@ -96,9 +96,25 @@ INLINE float quantize_head(int size, const float *head, int8_t *out)
     return scale + (sum - sum);
 }
 
-/* Put one token's key and value at `lane` of a record. */
-INLINE void store_pair(int form, int size, const float *key, const float *value, char *record, int lane)
+/* Whether some number is none, or infinite. */
+INLINE int is_poisoned(int size, const float *numbers)
 {
+    floats sum = all(0.f);
+    for (int i = 0; i < size; i += LANES) sum += load(numbers + i) - load(numbers + i);
+    return sum_of(sum) != 0.f;
+}
+
+/* Put one token's key and value at `lane` of a record.
+ *
+ * A value with a number that is none becomes zero, and its key none: so it reaches through its score all who see it, and
+ * not, times a weight of zero, those who do not. */
+INLINE void store_pair(int form, int size, float *key, const float *value, char *record, int lane)
+{
+    const float zeros[MAX_HEAD] = {0};
+    if (is_poisoned(size, value)) {
+        for (int i = 0; i < size; i++) key[i] = NAN;
+        value = zeros;
+    }
     if (form == FLOAT32) {
         float *keys = (float *)record;
         for (int i = 0; i < size; i++) keys[i * TOKENS + lane] = key[i];
