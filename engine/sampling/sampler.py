@@ -85,7 +85,7 @@ def sample(
     """
     failed = _number_failures(logits)
     asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-    unprocessed = logits[asking] if asking else logits
+    unprocessed = (logits[asking] if len(asking) < len(rows) else logits).log_softmax(dim=-1) if asking else None
     if grammar_masks is not None:
         processors.apply_grammar_masks(logits, grammar_rows, grammar_masks)
     process(logits, rows)
@@ -98,21 +98,24 @@ def sample(
     random = [i for i, row in enumerate(rows) if i not in failed and not row.params.is_greedy]
     if random:
         token_ids[random] = _draw(logits[random], [rows[i] for i in random])
-    logprobs = _gather_logprobs(unprocessed, token_ids, rows, asking) if asking else {}
+    logprobs = {} if unprocessed is None else _gather_logprobs(unprocessed, token_ids, rows, asking)
     return Samples(token_ids.tolist(), failed, logprobs)
 
 
 def _gather_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, rows: Sequence[SamplingRow], asking: Sequence[int]
+    logprobs: torch.Tensor, token_ids: torch.Tensor, rows: Sequence[SamplingRow], asking: Sequence[int]
 ) -> dict[int, Logprobs]:
-    """Return what each row of `asking` wants to be told by its row of `logits`: the likeliest tokens, or named ones."""
-    gathered = processors.gather_logprobs(logits, token_ids[asking])
-    told = {i: gathered.part(j, j + 1, rows[i].params.logprobs) for j, i in enumerate(asking)}
+    """Return what each row of `asking` wants to be told of its row of `logprobs`: likeliest tokens, or named ones."""
+    token_ids = token_ids[asking]
     naming = [j for j, i in enumerate(asking) if rows[i].params.logprob_token_ids is not None]
+    told = {}
+    if len(naming) < len(asking):
+        gathered = processors.gather_logprobs(logprobs, token_ids)
+        told = {i: gathered.part(j, j + 1, rows[i].params.logprobs) for j, i in enumerate(asking)}
     if naming:
         lists = [torch.tensor(rows[asking[j]].params.logprob_token_ids) for j in naming]
         named = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)
-        gathered = processors.gather_named_logprobs(logits[naming], token_ids[asking][naming], named)
+        gathered = processors.gather_logprobs(logprobs[naming], token_ids[naming], named)
         told |= {asking[j]: gathered.part(k, k + 1, len(lists[k])) for k, j in enumerate(naming)}
     return told
 
