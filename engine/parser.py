@@ -99,6 +99,11 @@ def _add_benches(verbs: Verbs) -> None:
     verb = _add_verb(benches, "abort", "[MODEL] [flags]", text)
     _add_bench_flags(verb, num_streams=64, rounds=10, within_ms=500.0, input_len=64, output_len=1024, url=None)
 
+    text = "how well a text is foretold, with and without --quantization"
+    verb = _add_verb(benches, "perplexity", "[MODEL] [flags]", text)
+    _add_bench_flags(verb, num_tokens=6144)
+    verb.add_argument("--text", type=Path, metavar="FILE", help="score this file in place of Python's own help texts")
+
     text = "what plan and commit cost without a model, beside their limits"
     verb = _add_verb(benches, "scheduler", "[flags]", text)
     _add_counts(verb, num_running=256, num_waiting=100_000, num_blocks=1_000_000, rounds=15)
@@ -115,6 +120,7 @@ _BENCH_HELP = {
     "num_messages": "of each size; fewer of the large ones",
     "num_prompts": "prompts in all",
     "num_running": "requests that decode",
+    "num_tokens": "tokens of the text, at most",
     "num_waiting": "requests that wait, where many do",
     "num_blocks": "KV blocks, where there are many",
     "num_streams": "sockets open at once",

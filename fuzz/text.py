@@ -227,8 +227,8 @@ def _twin(grammar: LLGuidanceGrammar) -> LLGuidanceGrammar:
     return twin
 
 
-def run(minutes: float, seed: int) -> None:
-    """Play rounds until the time is over or one breaks a promise."""
+def run(minutes: float, seed: int) -> int:
+    """Play rounds until the time is over or one breaks a promise; return how many."""
     deadline = time.monotonic() + 60 * minutes
     draw = random.Random(seed)
     kinds = [(name, kind) for name in TOKENIZERS for kind in FORMS]
@@ -247,3 +247,4 @@ def run(minutes: float, seed: int) -> None:
         if num_rounds % 2000 == 0:
             print(f"text: {num_rounds} completions, {num_compared} tokens against masks, clean so far", flush=True)
     print(f"text: {num_rounds} completions, {num_compared} tokens against masks, clean")
+    return num_rounds

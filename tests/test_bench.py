@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import signal
@@ -18,6 +19,7 @@ import pytest
 
 import engine
 from engine.bench.http_client import Address
+from engine.bench.perplexity import perplexity
 from engine.bench.profile import StepProfile
 from engine.bench.report import Report
 from engine.bench.throughput import throughput
@@ -104,6 +106,19 @@ def test_the_cost_of_logprobs_is_measured_against_runs_without(byte_llama: Path)
     report = throughput(config, Workload(2, 4, 3, seed=0), is_profiled=False, num_logprobs=20).as_json()
     assert report["settings"]["logprobs"] == 20
     assert report["figures"]["logprobs_in_processor_time_percent"] > -100
+
+
+def test_the_perplexity_of_a_text_is_what_its_tokens_logprobs_give(byte_llama: Path, tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("The quick brown fox jumps over the lazy dog. " * 5)
+    report = perplexity(EngineConfig(model=str(byte_llama), num_threads=1), text, 150).as_json()["figures"]
+    with engine.LLM(str(byte_llama), num_threads=1) as llm:
+        windows = [llm.tokenizer.encode(text.read_text())[:150]]
+        (output,) = llm.generate(windows, engine.SamplingParams(max_tokens=1, prompt_logprobs=0), use_tqdm=False)
+    assert output.prompt_logprobs is not None
+    assert report["perplexity"] == pytest.approx(math.exp(-output.prompt_logprobs.logprobs[:, 0].mean()), rel=1e-5)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        perplexity(EngineConfig(model=str(byte_llama)), tmp_path / "none", 10)
 
 
 # -- whole ------------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import trio
 
 from engine.bench.abort import Cuts, abort
 from engine.bench.latency import latency
+from engine.bench.perplexity import perplexity
 from engine.bench.report import Report, open_json
 from engine.bench.scheduler import Sizes, scheduler
 from engine.bench.serve import serve
@@ -57,6 +58,15 @@ def run_abort(options: argparse.Namespace) -> int:
     cuts = Cuts(options.num_streams, options.rounds, options.within_ms / 1000, options.seed)
     body = partial(abort, config, options.url, cuts, options.input_len, options.output_len)
     return _run(options.json, _until(body))
+
+
+def run_perplexity(options: argparse.Namespace) -> int:
+    """Measure in this process; a KeyboardInterrupt passes through."""
+    check_count("--num-tokens", options.num_tokens)
+    config = settings_from(options, EngineConfig)
+    with open_json(options.json) as write:
+        _tell(perplexity(config, options.text, options.num_tokens), write)
+    return EXIT_OK
 
 
 def run_scheduler(options: argparse.Namespace) -> int:
@@ -127,6 +137,7 @@ BENCHES = {
     "latency": run_latency,
     "serve": run_serve,
     "abort": run_abort,
+    "perplexity": run_perplexity,
     "scheduler": run_scheduler,
     "transport": run_transport,
 }
