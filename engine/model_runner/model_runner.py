@@ -243,7 +243,7 @@ class ModelRunner:
             pieces = zip(
                 torch.split(hidden, PROMPT_ROWS_AT_ONCE), torch.split(targets, PROMPT_ROWS_AT_ONCE), strict=True
             )
-            parts = [gather_logprobs(self._model.logits(piece).log_softmax(dim=-1), ids) for piece, ids in pieces]
+            parts = [gather_logprobs(self._model.logits(piece), ids) for piece, ids in pieces]
             found[rows.request_id] = Logprobs.join(parts).part(0, len(targets), rows.num_top)
         return found
 

@@ -22,6 +22,9 @@ SORTED_HEAD = 1024
 SEARCHED_BLOCK = 64
 """Tokens of which only the highest is looked at, where the likeliest few are searched."""
 
+ROWS_AT_ONCE = 8
+"""Rows of which all logprobs are there at once: with 50k tokens, 1.5 MiB."""
+
 Places = tuple[torch.Tensor, torch.Tensor]
 """Rows and token ids, int64 `[m]` each: one pair a logit."""
 
@@ -154,24 +157,32 @@ def _border(descending: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tenso
     return descending.gather(-1, num_before.clamp(max=last)), num_before[:, 0] <= last
 
 
-def gather_logprobs(logprobs: torch.Tensor, token_ids: torch.Tensor, named: torch.Tensor | None = None) -> Logprobs:
+def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, named: torch.Tensor | None = None) -> Logprobs:
     """Return the logprobs and ranks of `token_ids [n]`, and the logprobs of the tokens `named [n, k]` beside them.
 
-    `logprobs` is `[n, vocab_size]`. Without `named` the `MAX_LOGPROBS` likeliest are told: always as many, so that a
+    `logits` is `[n, vocab_size]`. Without `named` the `MAX_LOGPROBS` likeliest are told: always as many, so that a
     row's choice among equals does not depend on what its neighbours ask for.
     """
-    others = likeliest(logprobs, MAX_LOGPROBS) if named is None else named
+    others = likeliest(logits, MAX_LOGPROBS) if named is None else named
     told = torch.cat((token_ids[:, None], others), dim=-1)
-    values = logprobs.gather(-1, told)
+    values = logits.gather(-1, told)
     if named is None:
         ranks = (values[:, 1:] > values[:, :1]).sum(dim=-1)
         uncounted = torch.nonzero(ranks == others.shape[-1]).flatten()  # less likely than all that were found
     else:
         ranks, uncounted = torch.empty_like(token_ids), torch.arange(len(token_ids))
-    ranks[uncounted] = (logprobs[uncounted] > values[uncounted, :1]).sum(dim=-1)
+    ranks[uncounted] = (logits[uncounted] > values[uncounted, :1]).sum(dim=-1)
+    logprobs = values - logits.amax(dim=-1, keepdim=True) + _highest_logprobs(logits)[:, None]
     return Logprobs(
-        told.to(torch.int32).numpy(force=True), values.numpy(force=True), (ranks + 1).to(torch.int32).numpy(force=True)
+        told.to(torch.int32).numpy(force=True),
+        logprobs.numpy(force=True),
+        (ranks + 1).to(torch.int32).numpy(force=True),
     )
+
+
+def _highest_logprobs(logits: torch.Tensor) -> torch.Tensor:
+    """Return each row's highest logprob, `[n]`; a few rows at a time, which stay in the processor's caches."""
+    return torch.cat([rows.log_softmax(dim=-1).amax(dim=-1) for rows in logits.split(ROWS_AT_ONCE)])
 
 
 def likeliest(values: torch.Tensor, num: int) -> torch.Tensor:

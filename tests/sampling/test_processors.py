@@ -134,6 +134,9 @@ def test_ranks_are_told_of_tokens_among_the_likeliest_and_beyond() -> None:
     told = processors.gather_logprobs(logprobs, order[range(40), wanted])
     assert told.ranks.tolist() == [rank + 1 for rank in wanted]
     assert told.token_ids[:, 1:].tolist() == order[:, :20].tolist()
+    alone = [processors.gather_logprobs(logprobs[i : i + 1], order[i, wanted[i], None]) for i in range(40)]
+    assert (np.concatenate([row.logprobs for row in alone]) == told.logprobs).all()
+    np.testing.assert_allclose(told.logprobs, logprobs.gather(-1, torch.tensor(told.token_ids).long()), rtol=1e-6)
     named = processors.gather_logprobs(logprobs, order[range(40), wanted], torch.arange(80).view(40, 2))
     assert (named.ranks == told.ranks).all()
     assert named.token_ids[:, 1:].tolist() == torch.arange(80).view(40, 2).tolist()
