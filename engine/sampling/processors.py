@@ -23,7 +23,7 @@ SEARCHED_BLOCK = 64
 """Tokens of which only the highest is looked at, where the likeliest few are searched."""
 
 ROWS_AT_ONCE = 8
-"""Rows of which all logprobs are there at once: with 50k tokens, 1.5 MiB."""
+"""Rows of a batch that are gone through together: with 50k tokens, 1.5 MiB."""
 
 Places = tuple[torch.Tensor, torch.Tensor]
 """Rows and token ids, int64 `[m]` each: one pair a logit."""
@@ -171,7 +171,9 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, named: torch.
         uncounted = torch.nonzero(ranks == others.shape[-1]).flatten()  # less likely than all that were found
     else:
         ranks, uncounted = torch.empty_like(token_ids), torch.arange(len(token_ids))
-    ranks[uncounted] = (logits[uncounted] > values[uncounted, :1]).sum(dim=-1)
+    for some in torch.split(uncounted, ROWS_AT_ONCE):
+        is_above = logits[some].numpy(force=True) > values[some, :1].numpy(force=True)  # numpy counts twice as fast
+        ranks[some] = torch.from_numpy(np.count_nonzero(is_above, axis=-1))
     logprobs = values - logits.amax(dim=-1, keepdim=True) + _highest_logprobs(logits)[:, None]
     return Logprobs(
         told.to(torch.int32).numpy(force=True),
@@ -182,7 +184,7 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, named: torch.
 
 def _highest_logprobs(logits: torch.Tensor) -> torch.Tensor:
     """Return each row's highest logprob, `[n]`; a few rows at a time, which stay in the processor's caches."""
-    return torch.cat([rows.log_softmax(dim=-1).amax(dim=-1) for rows in logits.split(ROWS_AT_ONCE)])
+    return torch.cat([rows.log_softmax(dim=-1).amax(dim=-1) for rows in torch.split(logits, ROWS_AT_ONCE)])
 
 
 def likeliest(values: torch.Tensor, num: int) -> torch.Tensor:
