@@ -7,6 +7,7 @@ into place whole. `Variant` says for which instructions: the best that the CPU h
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
@@ -33,6 +34,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 _FLAGS = {"avx512_vnni": "avx512vnni", "avx512_bf16": "avx512bf16"}
 OPTIONS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
 COMPILE_TIMEOUT_S = 120.0
+_PARTIAL = ".partial-"
+"""Folders of builds under way begin so; whoever holds the lock knows that there are none."""
 
 
 class NoKernels(Exception):
@@ -93,20 +96,33 @@ def _built(variant: str) -> Path:
 
 
 def _compile(compiler: str, flags: Sequence[str], sources: dict[str, bytes], target: Path) -> None:
-    logger.info("compiling the operations, once, into %s", target)
+    """Compile into `target`, one process at a time; what a killed one left is removed first."""
+    kernels = target.parent.parent
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        for name, content in sources.items():
-            (Path(folder) / name).write_bytes(content)
-        built = Path(folder) / target.name
-        command = [compiler, *flags, str(Path(folder) / "kernels.c"), "-o", str(built), "-lm"]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
-        except subprocess.CalledProcessError as error:
-            raise NoKernels(f"{compiler} failed: {error.stderr.strip()[-2000:]}") from error
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise NoKernels(f"{compiler} failed: {error}") from error
-        built.rename(target)
+    with (kernels / ".lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for stale in kernels.glob(f"*/{_PARTIAL}*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        if target.exists():
+            return
+        logger.info("compiling the operations, once, some seconds, into %s", target)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=_PARTIAL) as folder:
+            _compile_in(Path(folder), compiler, flags, sources, target)
+
+
+def _compile_in(folder: Path, compiler: str, flags: Sequence[str], sources: dict[str, bytes], target: Path) -> None:
+    for name, content in sources.items():
+        (folder / name).write_bytes(content)
+    built = folder / target.name
+    command = [compiler, *flags, str(folder / "kernels.c"), "-o", str(built), "-lm"]
+    env = os.environ | {"TMPDIR": str(folder)}  # a killed compiler leaves nothing elsewhere
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, env=env)
+    except subprocess.CalledProcessError as error:
+        raise NoKernels(f"{compiler} failed: {error.stderr.strip()[-2000:]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoKernels(f"{compiler} failed: {error}") from error
+    built.rename(target)
 
 
 def _machine_flags(variant: str) -> list[str]:
@@ -119,7 +135,10 @@ def _machine_flags(variant: str) -> list[str]:
 
 
 def _version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+    try:
+        return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+    except subprocess.TimeoutExpired as error:
+        raise NoKernels(f"{compiler} --version does not answer: {error}") from error
 
 
 def _cpu_features() -> set[str]:

@@ -275,7 +275,6 @@ INLINE void add_values(const int n, const int form, int head_size, const block_s
 #define SCORE_CASE(n) case n: score_##n(form, size, u->queries, records, &b); break;
 #define VALUES_CASE(n) case n: add_values_##n(form, size, &b, values, p); break;
 FOR_EACH_COUNT(DEFINE_ATTENTION)
-FOR_EACH_LARGE_COUNT(DEFINE_ATTENTION)
 
 INLINE int32_t clamp(int64_t count) { return count < 0 ? 0 : count < KEYS ? (int32_t)count : KEYS; }
 
@@ -347,9 +346,9 @@ static void attend_keys(const attend_operation *op, const unit *u, int64_t begin
             values[half] = records[half] + values_at;
             if (count < TOKENS) values[half] = without_tail(form, size, values[half], count < 0 ? 0 : (int)count, rooms[half]);
         }
-        switch (n) { FOR_EACH_COUNT(SCORE_CASE) FOR_EACH_LARGE_COUNT(SCORE_CASE) }
+        switch (n) { FOR_EACH_COUNT(SCORE_CASE) }
         for (int i = 0; i < n; i++) weigh(op, u, i, position, &b, p);
-        switch (n) { FOR_EACH_COUNT(VALUES_CASE) FOR_EACH_LARGE_COUNT(VALUES_CASE) }
+        switch (n) { FOR_EACH_COUNT(VALUES_CASE) }
     }
 }
 
