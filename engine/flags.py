@@ -35,7 +35,7 @@ SAMPLING_HELP = {
     "logprobs": "tell each token's logprob and rank, and this many likeliest tokens, 0 to 20",
     "logprob_token_ids": "a token id whose logprob is told in place of the likeliest; may be given several times",
     "prompt_logprobs": "likewise for the prompt",
-    "seed": "draws depend on (seed, position) alone; drawn when unset",
+    "seed": "draws depend on (seed, position) alone; drawn when unset or -1",
     "max_tokens": "most tokens to generate; up to the context's end when unset",
     "min_tokens": "no end before this many tokens",
     "stop": "a string that ends the text; may be given several times",

@@ -8,8 +8,8 @@ Whoever calls it is the loop::
             ...
 
 The engine runs in this very thread (`InprocClient`: one `step` is one step of it), or in a process of its own
-(`SyncMPClient`: it runs on while nobody calls, and `step` waits for its next outputs). An interrupt may come anywhere:
-what a `step` had not returned, the next one returns.
+(`SyncMPClient`: it runs a few steps ahead of its caller, and `step` waits for its next outputs). An interrupt may come
+anywhere: what a `step` had not returned, the next one returns.
 """
 
 from __future__ import annotations

@@ -86,6 +86,8 @@ def _add_benches(verbs: Verbs) -> None:
     verb = _add_verb(benches, "throughput", "[MODEL] [flags]", "all prompts at once, in this process")
     _add_bench_flags(verb, num_prompts=64, input_len=128, output_len=128)
     verb.add_argument("--profile", action="store_true", help="also print where the time of a step goes")
+    text = "tell the logprobs of so many likeliest tokens; also print what that costs, from four more runs"
+    verb.add_argument("--logprobs", type=int, metavar="INT", help=text)
 
     verb = _add_verb(benches, "latency", "[MODEL] [flags]", "one stream at a time, without sockets")
     _add_bench_flags(verb, num_prompts=8, input_len=128, output_len=128)

@@ -121,7 +121,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             none. They are the model's own, before every parameter here.
         logprob_token_ids: Tell the logprobs of these tokens, at most 128, in place of the likeliest ones.
         prompt_logprobs: Likewise for the prompt's tokens but the first; nothing cached is then read.
-        seed: Draws depend only on (seed, position); None lets the client draw a seed.
+        seed: Draws depend only on (seed, position); None lets the client draw a seed, and so does -1, as in
+            vLLM.
         max_tokens: Most tokens to generate, at least 1; None means up to the context's end.
         min_tokens: No end (EOS, stop token or stop string) before this many tokens.
         stop: Strings that end the text.
@@ -209,6 +210,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         self._check_logprobs()
         if self.seed is not None:
             check_int("seed", self.seed, -(2**63), 2**64 - 1)
+        if self.seed == -1:
+            msgspec.structs.force_setattr(self, "seed", None)
         if self.max_tokens is not None:
             check_int("max_tokens", self.max_tokens, 1, None)
         check_int("min_tokens", self.min_tokens, 0, self.max_tokens)

@@ -118,6 +118,8 @@ def run(minutes: float, seed: int) -> int:
             while time.monotonic() < deadline:
                 acts = [(act, moment) for act in (cancel_starts, cancel_stops) for moment in MOMENTS]
                 for act, moment in draw.sample(acts, len(acts)):
+                    if num_cancelled and time.monotonic() >= deadline:
+                        break
                     num_cancelled += trio.run(partial(act, Path(folder), moment))
                     print(
                         f"cancellations: {num_cancelled} starts and stops were cancelled, nothing was left", flush=True

@@ -22,6 +22,7 @@ from engine.bench.http_client import Address
 from engine.bench.perplexity import perplexity
 from engine.bench.profile import StepProfile
 from engine.bench.report import Report
+from engine.bench.throughput import throughput
 from engine.bench.workload import StreamTimes, Workload
 from engine.config import EngineConfig
 from engine.errors import ConfigError
@@ -100,6 +101,13 @@ def test_profiling_changes_no_token_and_leaves_no_timer() -> None:
     assert 0 < profile.python_share() < 100
 
 
+def test_the_cost_of_logprobs_is_measured_against_runs_without(byte_llama: Path) -> None:
+    config = EngineConfig(model=str(byte_llama), num_threads=1, num_gpu_blocks_override=64, max_model_len=128)
+    report = throughput(config, Workload(2, 4, 3, seed=0), is_profiled=False, num_logprobs=20).as_json()
+    assert report["settings"]["logprobs"] == 20
+    assert report["figures"]["logprobs_in_processor_time_percent"] > -100
+
+
 def test_the_perplexity_of_a_text_is_what_its_tokens_logprobs_give(byte_llama: Path, tmp_path: Path) -> None:
     text = tmp_path / "text"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 5)
@@ -160,6 +168,7 @@ def test_the_transport_is_measured_without_a_model(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["throughput", "null", "--logprobs", "21"], "logprobs must be from 0 to 20, got 21"),
         (["throughput", "null", "--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
         (["throughput", "null", "--json", "no/such/folder"], "--json no/such/folder cannot be written"),
         (["throughput", "null", "--input-len", "9000"], "the prompt has 9000 tokens"),

@@ -77,3 +77,8 @@ def test_token_ids_to_tell_decide_how_many_logprobs_there_are() -> None:
 def test_no_string_ends_a_text_that_is_not_made() -> None:
     with pytest.raises(InvalidRequest, match="detokenize is false"):
         SamplingParams(stop=["x"], detokenize=False)
+
+
+def test_a_seed_of_minus_1_is_none_as_in_vllm() -> None:
+    assert SamplingParams(seed=-1) == SamplingParams()
+    assert SamplingParams(seed=-2).seed == -2

@@ -25,7 +25,7 @@ _PARENT_VARIABLE = "TRANSPORT_PARENT"
 _PR_SET_PDEATHSIG = 1
 _REAPER = """
 import os, signal, sys
-for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, signal.SIG_IGN)
 os.read(0, 1)
 try:

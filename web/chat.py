@@ -57,9 +57,13 @@ class Reading:
         """Choose the parsers.
 
         Raises:
-            InvalidRequest: Calls may come, and nobody knows how this model writes them; the caller's fault.
+            InvalidRequest: Calls may come, and nobody knows how this model writes them, or its chat template does not
+                read a reasoning effort that is asked for; the caller's fault.
         """
         config, tokenizer = state.engine.config, state.engine.tokenizer
+        if request.reasoning_effort is not None and not tokenizer.template_reads("reasoning_effort"):
+            message = "this model's chat template reads no reasoning_effort: leave it out"
+            raise InvalidRequest(message, param="reasoning_effort")
         self._request = request
         self._token_id = tokenizer.token_id
         self._special_ids = tokenizer.special_token_ids

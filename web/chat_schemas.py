@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -12,13 +12,15 @@ from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from web.schemas import NOT_BUILT, GenerationRequest, Neutral, Role, convert, decode_object, drop_neutral
 from web.tool_schemas import Tool, ToolCall, ToolChoice, check_tools, form_of_calls
 
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+"""What OpenAI's clients may ask for; what each means is the chat template's to say."""
+
 _NOT_BUILT_IN_CHAT: Neutral = NOT_BUILT | {
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
     "service_tier": ("auto", "default"),
@@ -81,6 +83,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: ReasoningEffort | None = None
 
     @property
     def num_logprobs(self) -> int | None:
@@ -98,6 +101,12 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
     def may_call(self) -> bool:
         """Whether an answer may hold calls."""
         return bool(self.tools) and self.tool_choice != "none"
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """What the template is to read beside the messages."""
+        given = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return (self.chat_template_kwargs or {}) | given
 
     @property
     def functions(self) -> list[Tool]:
@@ -119,6 +128,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
         if not self.messages:
             raise InvalidRequest("messages must hold at least one message, got none", param="messages")
         self._check_logprobs()
+        self._check_reasoning_effort()
         check_tools(self.functions, self.tool_choice)
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
@@ -140,6 +150,12 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
             message = f"top_logprobs must be from 0 to {MAX_LOGPROBS}, got {self.top_logprobs}"
             raise InvalidRequest(message, param="top_logprobs")
 
+    def _check_reasoning_effort(self) -> None:
+        other = (self.chat_template_kwargs or {}).get("reasoning_effort", self.reasoning_effort)
+        if self.reasoning_effort is not None and other != self.reasoning_effort:
+            message = f"reasoning_effort {self.reasoning_effort} contradicts that of chat_template_kwargs"
+            raise InvalidRequest(f"{message}: give one of them", param="reasoning_effort")
+
     @property
     def prompt(self) -> Conversation:
         """The conversation; tools are left out of it where none may be called; raises InvalidRequest."""
@@ -147,7 +163,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
         return Conversation(
             messages=turns,
             tools=msgspec.to_builtins(self.tools) if self.may_call else None,
-            template_variables=self.chat_template_kwargs or {},
+            template_variables=self.template_variables,
         )
 
 

@@ -59,15 +59,14 @@ class _Group:
     _masks: dict[int | None, torch.Tensor] = field(default_factory=dict)
 
     def mask(self, window: int | None, num_heads: int) -> torch.Tensor:
-        """Return what to add to the scores, `[num_tiles, positions x num_heads, num_keys]`: 0 or minus infinity."""
+        """Return which keys a row does not see, `[num_tiles, positions x num_heads, num_keys]`."""
         if window not in self._masks:
             keys = torch.arange(self.slots[0].shape[1], device=self.positions.device)
             rows = self.positions[..., None]
             hidden = keys > rows
             if window is not None:
                 hidden |= keys <= rows - window
-            mask = torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf)
-            self._masks[window] = mask.repeat_interleave(num_heads, dim=1)
+            self._masks[window] = hidden.repeat_interleave(num_heads, dim=1)
         return self._masks[window]
 
 
@@ -155,6 +154,7 @@ class ReferenceAttention:
         """See `AttentionBackend.attend`."""
         layer_group, pages = self._places[layer]
         keys, values = self.key_pages[pages].flatten(0, 1), self.value_pages[pages].flatten(0, 1)
+        k, v = _poison_in_keys(k, v)
         keys.index_copy_(0, batch.slot_mappings[layer_group], k)
         values.index_copy_(0, batch.slot_mappings[layer_group], v)
         attended = torch.empty_like(q)
@@ -200,7 +200,7 @@ class ReferenceAttention:
         if softcap is not None:
             for part in torch.split(scores.view(-1), CAP_PART):
                 part.div_(softcap).tanh_().mul_(softcap)
-        scores += mask
+        scores.masked_fill_(mask, -torch.inf)  # not added: a score that is no number and not seen must go
         weights = self._softmax(scores, sinks, num_positions)
         result = torch.zeros_like(q)
         for head in range(self._num_kv_heads):
@@ -285,6 +285,17 @@ class ReferenceAttention:
 
     def _to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array, dtype=np.int64)).to(self._device)
+
+
+def _poison_in_keys(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values of which a value with numbers that are none is zero, and its key none.
+
+    So it reaches through its score all who see it, and not, times a weight of zero, those who do not.
+    """
+    poisoned = ~v.isfinite().all(dim=-1, keepdim=True)
+    if not poisoned.any():
+        return k, v
+    return k.masked_fill(poisoned, torch.nan), v.masked_fill(poisoned, 0.0)
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:

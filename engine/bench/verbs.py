@@ -30,7 +30,8 @@ def run_throughput(options: argparse.Namespace) -> int:
     """Measure in this process; a KeyboardInterrupt passes through."""
     config, workload = settings_from(options, EngineConfig), _workload(options)
     with open_json(options.json) as write:
-        _tell(throughput(config, workload, is_profiled=options.profile), write)
+        report = throughput(config, workload, is_profiled=options.profile, num_logprobs=options.logprobs)
+        _tell(report, write)
     return EXIT_OK
 
 

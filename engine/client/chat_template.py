@@ -30,6 +30,7 @@ class ChatTemplate:
 
     Attributes:
         source: Its text.
+        variables: The names it reads beside what it sets itself.
         shows_tools: Whether it reads the tools it is given.
     """
 
@@ -46,7 +47,8 @@ class ChatTemplate:
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"the chat template is not valid Jinja: line {error.lineno}: {error}") from error
         self.source = source
-        self.shows_tools = "tools" in meta.find_undeclared_variables(tree)
+        self.variables = frozenset(meta.find_undeclared_variables(tree))
+        self.shows_tools = "tools" in self.variables
         self._special_tokens = dict(special_tokens)
         self._iterates_parts = _iterates_over_content(tree)
 

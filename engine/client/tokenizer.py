@@ -73,6 +73,10 @@ class Tokenizer:
         """Whether a chat template shows tools to the model in a form of its own."""
         return any(template.shows_tools for template in self._templates.values())
 
+    def template_reads(self, variable: str) -> bool:
+        """Return whether a chat template reads that variable."""
+        return any(variable in template.variables for template in self._templates.values())
+
     def token_id(self, token: str) -> int | None:
         """Return the id of a token as the vocabulary spells it, None where it has none."""
         return self._backend.token_to_id(token)

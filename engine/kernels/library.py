@@ -6,16 +6,19 @@ into place whole. `Variant` says for which instructions: the best that the CPU h
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import fcntl
 import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Sequence
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 
@@ -33,6 +36,8 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 _FLAGS = {"avx512_vnni": "avx512vnni", "avx512_bf16": "avx512bf16"}
 OPTIONS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
 COMPILE_TIMEOUT_S = 120.0
+_PARTIAL = ".partial-"
+"""Folders of builds under way begin so; whoever holds the lock knows that there are none."""
 
 
 class NoKernels(Exception):
@@ -62,7 +67,7 @@ def load(variant: str | None = None) -> ctypes.CDLL:
     reasons = []
     for name in [variant] if variant is not None else supported_variants()[::-1]:
         try:
-            library = ctypes.CDLL(str(_built(name)))
+            library = _loaded(name)
             if library.permitted():
                 _declare(library)
                 return library
@@ -79,34 +84,68 @@ def _declare(library: ctypes.CDLL) -> None:
     library.run.argtypes = [integer, ctypes.c_int64, pointer, integer, pointer]
 
 
-def _built(variant: str) -> Path:
-    compiler = next((path for path in map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")) if path), None)
-    if compiler is None:
-        raise NoKernels("there is no C compiler (cc, gcc, clang, or what CC names)")
+def _loaded(variant: str) -> ctypes.CDLL:
+    """Load what is in the cache, or what is built for it, also where the first cannot be loaded."""
+    target, build = _build_of(variant)
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(str(target))
+    target.unlink(missing_ok=True)
+    build()
+    return ctypes.CDLL(str(target))
+
+
+def _build_of(variant: str) -> tuple[Path, Callable[[], None]]:
+    """Return where the library for `variant` belongs, and what compiles it."""
+    compiler = _compiler()
     flags = [*OPTIONS, *_machine_flags(variant)]
     sources = {file.name: file.read_bytes() for file in resources.files(__package__).joinpath("source").iterdir()}
     digest = hashlib.sha256(repr((sorted(sources.items()), flags, _version(compiler))).encode()).hexdigest()[:24]
     target = cache_folder() / "kernels" / digest / f"{variant}.so"
-    if not target.exists():
-        _compile(compiler, flags, sources, target)
-    return target
+    return target, partial(_compile, compiler, flags, sources, target)
 
 
-def _compile(compiler: str, flags: Sequence[str], sources: dict[str, bytes], target: Path) -> None:
-    logger.info("compiling the operations, once, into %s", target)
+def _compiler() -> list[str]:
+    """Return the command of what CC names, else of the first compiler there is."""
+    for command in filter(None, (shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"])):
+        found = shutil.which(command[0])
+        if found:
+            return [found, *command[1:]]
+    raise NoKernels("there is no C compiler (cc, gcc, clang, or what CC names)")
+
+
+def _compile(compiler: Sequence[str], flags: Sequence[str], sources: dict[str, bytes], target: Path) -> None:
+    """Compile into `target`, one process at a time; what a killed one left is removed first."""
+    kernels = target.parent.parent
     target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-        for name, content in sources.items():
-            (Path(folder) / name).write_bytes(content)
-        built = Path(folder) / target.name
-        command = [compiler, *flags, str(Path(folder) / "kernels.c"), "-o", str(built), "-lm"]
-        try:
-            subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S)
-        except subprocess.CalledProcessError as error:
-            raise NoKernels(f"{compiler} failed: {error.stderr.strip()[-2000:]}") from error
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise NoKernels(f"{compiler} failed: {error}") from error
-        built.rename(target)
+    with (kernels / ".lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for stale in kernels.glob(f"*/{_PARTIAL}*"):
+            shutil.rmtree(stale, ignore_errors=True)
+        if target.exists():
+            return
+        logger.info("compiling the operations, once, some seconds, into %s", target)
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=_PARTIAL) as folder:
+            _compile_in(Path(folder), compiler, flags, sources, target)
+
+
+def _compile_in(
+    folder: Path, compiler: Sequence[str], flags: Sequence[str], sources: dict[str, bytes], target: Path
+) -> None:
+    for name, content in sources.items():
+        (folder / name).write_bytes(content)
+    built = folder / target.name
+    command = [*compiler, *flags, str(folder / "kernels.c"), "-o", str(built), "-lm"]
+    env = os.environ | {"TMPDIR": str(folder)}  # a killed compiler leaves nothing elsewhere
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, env=env)
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip()[-2000:] or f"exit status {error.returncode}"
+        raise NoKernels(f"{shlex.join(compiler)} failed: {said}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NoKernels(f"{shlex.join(compiler)} failed: {error}") from error
+    if not built.exists():
+        raise NoKernels(f"{shlex.join(compiler)} is no C compiler: it made no library")
+    built.rename(target)
 
 
 def _machine_flags(variant: str) -> list[str]:
@@ -118,8 +157,12 @@ def _machine_flags(variant: str) -> list[str]:
     raise ValueError(f"no variant {variant!r}: there are {', '.join(VARIANTS)}")
 
 
-def _version(compiler: str) -> str:
-    return subprocess.run([compiler, "--version"], capture_output=True, text=True, timeout=10, check=False).stdout
+def _version(compiler: Sequence[str]) -> str:
+    command = [*compiler, "--version"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=False).stdout
+    except subprocess.TimeoutExpired as error:
+        raise NoKernels(f"{shlex.join(command)} does not answer: {error}") from error
 
 
 def _cpu_features() -> set[str]:

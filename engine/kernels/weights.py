@@ -29,8 +29,8 @@ class Int4(NamedTuple):
         groups = weight.float().view(len(weight), -1, GROUP)
         least = groups.amin(dim=2, keepdim=True).half()
         factor = ((groups.amax(dim=2, keepdim=True) - least.float()) / 15).half()
-        smallest = torch.finfo(torch.float16).tiny
-        whole = ((groups - least.float()) / factor.float().clamp(min=smallest)).round().clamp(0, 15).to(torch.uint8)
+        step = torch.where(factor > 0, factor.float(), 1.0)  # as it is stored, however small
+        whole = ((groups - least.float()) / step).round().clamp(0, 15).to(torch.uint8)
         return cls(whole[..., : GROUP // 2] | whole[..., GROUP // 2 :] << 4, factor[..., 0], least[..., 0])
 
     def padded(self, num_outputs: int, num_groups: int) -> Int4:

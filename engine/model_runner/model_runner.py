@@ -158,11 +158,10 @@ class ModelRunner:
         """
         if SleepTag.WEIGHTS in tags and self._model is None:
             self._model = build_model(self._folder, self._config, _ignore_progress).model
-            self._model.use_attention(self.attention)
         if SleepTag.KV_CACHE in tags and not self.attention.size_bytes:
             self.attention = self._make_attention()
-            if self._model is not None:
-                self._model.use_attention(self.attention)
+        if self._model is not None and self.attention.size_bytes:
+            self._model.use_attention(self.attention)
 
     def save_sharded_state(self, path: Path, max_size_bytes: int) -> list[str]:
         """Write the model's checkpoint, in the type it runs in, into the new folder `path`; see `save_sharded`."""

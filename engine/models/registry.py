@@ -197,6 +197,8 @@ def _refuse_other_pages(config: EngineConfig, dtype: torch.dtype) -> None:
         )
     if config.head_quantization not in ("auto", "none"):
         raise ConfigError(f"--head-quantization {config.head_quantization} needs the operations in C: leave it out")
+    if config.kernels == "compiled":
+        raise ConfigError("--kernels compiled: only our own decoder runs on the operations in C: leave it out")
     if config.quantization != "none":
         raise ConfigError(f"--quantization {config.quantization}: only our own decoder can be quantized: leave it out")
 

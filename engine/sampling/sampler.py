@@ -85,7 +85,8 @@ def sample(
     """
     failed = _number_failures(logits)
     asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-    unprocessed = logits[asking] if asking else logits
+    is_kept = not logits_processors and not any(i in grammar_rows or _is_changed(rows[i]) for i in asking)
+    unprocessed = logits if is_kept and len(asking) == len(rows) else logits[asking]
     if grammar_masks is not None:
         processors.apply_grammar_masks(logits, grammar_rows, grammar_masks)
     process(logits, rows)
@@ -106,13 +107,16 @@ def _gather_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, rows: Sequence[SamplingRow], asking: Sequence[int]
 ) -> dict[int, Logprobs]:
     """Return what each row of `asking` wants to be told by its row of `logits`: the likeliest tokens, or named ones."""
-    gathered = processors.gather_logprobs(logits, token_ids[asking])
-    told = {i: gathered.part(j, j + 1, rows[i].params.logprobs) for j, i in enumerate(asking)}
+    token_ids = token_ids[asking]
     naming = [j for j, i in enumerate(asking) if rows[i].params.logprob_token_ids is not None]
+    told = {}
+    if len(naming) < len(asking):
+        gathered = processors.gather_logprobs(logits, token_ids)
+        told = {i: gathered.part(j, j + 1, rows[i].params.logprobs) for j, i in enumerate(asking)}
     if naming:
         lists = [torch.tensor(rows[asking[j]].params.logprob_token_ids) for j in naming]
         named = torch.nn.utils.rnn.pad_sequence(lists, batch_first=True)
-        gathered = processors.gather_named_logprobs(logits[naming], token_ids[asking][naming], named)
+        gathered = processors.gather_logprobs(logits[naming], token_ids[naming], named)
         told |= {asking[j]: gathered.part(k, k + 1, len(lists[k])) for k, j in enumerate(naming)}
     return told
 
@@ -155,6 +159,13 @@ def process(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
     _forbid_early_ends(logits, rows)
     _add_bias(logits, rows)
     _penalise(logits, rows)
+
+
+def _is_changed(row: SamplingRow) -> bool:
+    """Whether `process` changes the logits of this row, as far as its parameters tell."""
+    params = row.params
+    asked = params.allowed_token_ids is not None or params.bad_words_token_ids or params.logit_bias
+    return bool(asked or params.penalises or row.num_output_tokens < params.min_tokens)
 
 
 def _allow_only_listed(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:

@@ -122,12 +122,19 @@ def test_threads_that_share_the_keys_of_one_long_request_change_no_bit(form: For
         assert torch.equal(attention.run(one, rows_of((1800, 1)), window, num_threads=num_threads)[0], found)
 
 
+@pytest.mark.parametrize("variant", supported_variants())
 @pytest.mark.parametrize("form", TOLERANCE)
-def test_no_number_in_a_key_or_a_value_reaches_all_that_see_it_and_nobody_else(form: Form) -> None:
-    attention = Attention(form, 2, 1, 16, supported_variants()[-1])
-    for head in (2, 3):
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_no_number_in_a_key_or_a_value_reaches_all_that_see_it_and_nobody_else(
+    variant: str, form: Form, bad: float
+) -> None:
+    for head, cap in ((2, None), (3, None), (2, 5.0)):
+        attention = Attention(form, 2, 1, 16, variant)
         qkv = draw(40, 4, 16)
-        qkv[20, head, 3] = torch.nan
-        found, _ = attention.run(qkv, rows_of((0, 40)))
-        assert found[:20].isfinite().all()
-        assert not found[20:].isfinite().flatten(1).all(dim=1).any()
+        qkv[22, head, 3] = bad  # its unit has rows before it
+        qkv[:, :2, 3] = qkv[:, :2, 3].abs() + 0.1
+        found, reference = attention.run(qkv, rows_of((0, 40)), cap=cap)
+        for attended in (found, reference):
+            assert attended[:22].isfinite().all()
+            if cap is None or bad != torch.inf:  # an infinite score is capped
+                assert not attended[22:].isfinite().flatten(1).all(dim=1).any()

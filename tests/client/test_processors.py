@@ -45,7 +45,8 @@ def test_a_seed_is_drawn_from_the_clients_own_generator() -> None:
 
 
 def test_a_negative_or_huge_seed_is_folded_into_64_bits() -> None:
-    assert requests_of(SamplingParams(seed=-1))[0].sampling_params.seed == 2**64 - 1
+    assert requests_of(SamplingParams(seed=-2))[0].sampling_params.seed == 2**64 - 2
+    assert requests_of(SamplingParams(seed=-2, n=2))[1].sampling_params.seed == 2**64 - 1
     assert requests_of(SamplingParams(seed=2**64 - 1, n=2))[1].sampling_params.seed == 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def test_a_second_load_compiles_nothing(own_cache: Path, tmp_path: Path, monkeyp
     monkeypatch.setenv("CC", compiler)
     for _ in range(2):
         library.load("plain")
-    assert built(own_cache) == ["plain.so"]
+    assert built(own_cache) == [".lock", "plain.so"]
     assert count.read_text() == "\n"
 
 
@@ -49,6 +50,8 @@ def test_a_second_load_compiles_nothing(own_cache: Path, tmp_path: Path, monkeyp
     ("script", "reason"),
     [
         ("echo it broke >&2; exit 1", "it broke"),
+        ('[ "$1" = --version ] || exit 3', "exit status 3"),
+        ("exit 0", "made no library"),
         ('[ "$1" = --version ] || kill -9 $$', "failed"),
     ],
 )
@@ -58,7 +61,39 @@ def test_a_compiler_that_fails_is_a_reason_and_leaves_nothing(
     monkeypatch.setenv("CC", fake_compiler(tmp_path, script))
     with pytest.raises(NoKernels, match=reason):
         library.load("plain")
-    assert built(own_cache) == []
+    assert built(own_cache) == [".lock"]
+
+
+def test_a_library_that_cannot_be_loaded_is_built_again() -> None:
+    target, _ = library._build_of("plain")
+    target.parent.mkdir(parents=True)
+    target.touch()
+    library.load("plain")
+    assert target.stat().st_size > 0
+
+
+def test_a_compiler_may_have_arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told = tmp_path / "told"
+    monkeypatch.setenv("CC", fake_compiler(tmp_path, f'echo "$1" >> {told}; exec gcc "$@"') + " -DSOMETHING")
+    library.load("plain")
+    assert set(told.read_text().split()) == {"-DSOMETHING"}
+
+
+def test_a_compiler_that_does_not_answer_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(command: list[str], **options: object) -> None:
+        raise subprocess.TimeoutExpired(command, 10)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    with pytest.raises(NoKernels, match="does not answer"):
+        library.load("plain")
+
+
+def test_what_a_killed_build_left_is_removed_by_the_next(own_cache: Path) -> None:
+    left = own_cache / "kernels" / "another" / ".partial-x"
+    left.mkdir(parents=True)
+    (left / "kernels.c").touch()
+    library.load("plain")
+    assert not left.exists()
 
 
 def test_without_a_compiler_the_reason_says_what_to_install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -78,4 +113,4 @@ def test_other_source_is_another_library(own_cache: Path, monkeypatch: pytest.Mo
     library.load("plain")
     monkeypatch.setattr(library, "OPTIONS", (*library.OPTIONS, "-DOTHER"))
     library.load("plain")
-    assert len(os.listdir(own_cache / "kernels")) == 2
+    assert len([name for name in os.listdir(own_cache / "kernels") if name != ".lock"]) == 2

@@ -27,7 +27,7 @@ from engine.kernels.operations import (
     pointer,
     zeros,
 )
-from engine.kernels.weights import PackedWeight, interleaved
+from engine.kernels.weights import Int4, PackedWeight, interleaved
 
 torch.set_num_threads(1)
 MAX_ROWS = 64
@@ -143,6 +143,40 @@ def test_rows_are_divided_and_bounded(team: Team, cap: float) -> None:
     run(team, 4, [Cap(Kind.CAP, 37, 1.7, cap, pointer(found))], found)
     expected = rows / 1.7
     torch.testing.assert_close(found, cap * torch.tanh(expected / cap) if cap else expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_no_number_is_not_bounded_to_one(team: Team) -> None:
+    found = torch.tensor([[torch.nan, 1.0, torch.inf, -torch.inf]])
+    run(team, 1, [Cap(Kind.CAP, 4, 1.0, 30.0, pointer(found))], found)
+    assert found[0, 0].isnan()
+    assert found[0, 1:].tolist() == pytest.approx([0.99963, 30.0, -30.0], rel=1e-4)
+
+
+@pytest.mark.parametrize("size", [3e-4, 1e-4, 1e-5])
+def test_small_weights_are_quantized_as_well_as_large_ones(size: float) -> None:
+    weight = draw(64, 256) * size
+    found = weight_of_int4(Int4.of(weight))
+    assert (found - weight).norm() / weight.norm() < 0.11
+
+
+def weight_of_int4(weight: Int4) -> torch.Tensor:
+    numbers = torch.cat((weight.numbers & 15, weight.numbers >> 4), dim=2).float()
+    return (numbers * weight.factor.float()[..., None] + weight.least.float()[..., None]).flatten(1)
+
+
+@pytest.mark.parametrize("form", [Form.INT8, Form.INT4])
+@pytest.mark.parametrize("tiny", [1e-30, 3.6e-37, 1e-40, 0.0])
+def test_a_group_of_tiny_inputs_harms_nothing(team: Team, form: Form, tiny: float) -> None:
+    weight, rows = draw(64, 64), draw(1, 64, seed=1)
+    rows[0, :32] = tiny
+    norm, room = prepare(rows, form)
+    packed, out = PackedWeight(weight, None, form), torch.zeros(1, 64)
+    product = Product(Kind.LINEAR, form, 64, packed.num_inputs, Epilogue.STORE, 0, 1.0)
+    product.weight, product.scales, product.in_ = pointer(packed.data), pointer(packed.scales), pointer(room)
+    product.out, product.out_stride = pointer(out), 64
+    run(team, 1, [norm, product], room, packed)
+    expected = inputs_of(rows, form) @ weight_of(weight, form).T
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=2e-4)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

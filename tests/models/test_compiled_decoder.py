@@ -11,13 +11,19 @@ import torch
 
 from engine.attention.base import AttentionBatch, RequestRows
 from engine.attention.compiled import CompiledPages
+from engine.config import EngineConfig
+from engine.errors import ConfigError
 from engine.kernels.library import load, supported_variants
 from engine.kernels.operations import Form, Team
 from engine.kv_cache.spec import NULL_BLOCK, KVCacheSpec, num_skipped_blocks
+from engine.model_runner.model_runner import ModelRunner
 from engine.models.checkpoint import read_config
 from engine.models.compiled_decoder import CompiledDecoder, Forms, why_not
 from engine.models.registry import decoder_config
 from engine.models.weights import WeightReader
+from engine.outputs import RequestId, ScheduledRequest, SchedulerOutput
+from engine.sampling_params import SamplingParams
+from engine.verbs import SleepTag
 from tests.models.conftest import FAMILIES, longrope
 
 BLOCK_SIZE = 16
@@ -135,3 +141,69 @@ def test_quantized_logits_are_near_those_of_float32(make_checkpoint: Any, forms:
     (exact,), (found,) = Stack(folder).logits([(0, tokens, 0)]), Stack(folder, FORMS[forms]).logits([(0, tokens, 0)])
     error = (found - exact).norm() / exact.norm()
     assert error < {"float32": 1e-5, "bfloat16": 0.03, "int8": 0.05}.get(forms, 0.3), error
+
+
+def start(folder: Path, **settings: Any) -> ModelRunner:
+    config = EngineConfig(num_threads=1, num_gpu_blocks_override=40, max_model_len=64, **settings)
+    runner = ModelRunner(config, folder)
+    runner.start(lambda *call: None)
+    return runner
+
+
+def first_token(runner: ModelRunner, step: int) -> int:
+    request = ScheduledRequest(
+        request_id=RequestId("a"),
+        tokens=np.arange(5, 25, dtype=np.int32),
+        start=0,
+        num_tokens=20,
+        block_tables=(np.array([3, 7], dtype=np.int32),) * len(runner.capacity.kv_cache_groups),
+        samples=True,
+        sampling_params=SamplingParams(temperature=0),
+    )
+    runner.execute(SchedulerOutput(step=step, requests=(request,), num_tokens=20))
+    return runner.sample().sampled_token_ids[0][0]
+
+
+@pytest.mark.parametrize("quantization", ["none", "int4"])
+def test_it_wakes_up_in_any_order_and_answers_as_before(make_checkpoint: Any, quantization: str) -> None:
+    runner = start(make_checkpoint("llama", **HEADS)[0], kernels="compiled", quantization=quantization)
+    expected = first_token(runner, 1)
+    weights, pages = [SleepTag.WEIGHTS], [SleepTag.KV_CACHE]
+    orders: list[tuple[int, list[list[SleepTag]]]] = [
+        (1, [pages]),
+        (2, [weights + pages]),
+        (2, [weights, pages]),
+        (2, [pages, weights]),
+    ]
+    for step, (level, tags) in enumerate(orders, start=2):
+        runner.sleep(level)
+        for some in tags:
+            runner.wake_up(some)
+        assert first_token(runner, step) == expected
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "reason"),
+    [
+        ("llama", {"kernels": "compiled", "dtype": "float16"}, "float16"),
+        ("llama", {"quantization": "int8", "block_size": 8}, "--block-size 8"),
+        ("mixtral", {"quantization": "int8"}, "experts"),
+        ("llama", {"kernels": "compiled", "model_impl": "transformers"}, "only our own decoder"),
+        ("llama", {"quantization": "int4", "model_impl": "transformers"}, "only our own decoder"),
+        ("llama", {"kernels": "torch", "kv_cache_dtype": "int8"}, "--kv-cache-dtype int8"),
+        ("llama", {"kernels": "torch", "head_quantization": "int8"}, "--head-quantization int8"),
+    ],
+)
+def test_what_the_operations_in_c_cannot_do_is_refused_where_it_is_asked_for(
+    make_checkpoint: Any, family: str, settings: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        start(make_checkpoint(family, **HEADS)[0], **settings)
+
+
+def test_what_they_cannot_do_runs_on_torch_and_the_log_says_why(
+    make_checkpoint: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    start(make_checkpoint("mixtral", **HEADS)[0])
+    assert "torch's operations" in caplog.text
+    assert "experts" in caplog.text

@@ -110,3 +110,33 @@ def test_a_draw_never_takes_what_has_no_probability() -> None:
     probabilities = torch.tensor([[0.0, 2.0, 0.0, 6.0, 0.0]]).expand(5, 5)
     uniform = torch.tensor([0.0, 0.2, 0.25, 0.9, 1 - 2.0**-52], dtype=torch.float64)
     assert processors.draw(probabilities, uniform).tolist() == [1, 1, 3, 3, 3]
+
+
+@pytest.mark.parametrize("width", [5, 64, 1300, 1400, 4999])
+def test_the_likeliest_are_found_without_sorting_all(width: int) -> None:
+    drawn = torch.randn(7, width, generator=torch.Generator().manual_seed(width))
+    drawn[1] = drawn[1].round()  # many equals
+    drawn[2, ::3] = -torch.inf
+    drawn[3] = 0.0
+    drawn[4] = drawn[4].sort().values  # all of them in few blocks, or one in each
+    drawn[5] = drawn[5].sort(descending=True).values
+    places = processors.likeliest(drawn, 20)
+    assert torch.equal(drawn.gather(-1, places), drawn.topk(min(20, width), dim=-1).values)
+    assert all(len(set(row)) == len(row) for row in places.tolist())
+    for i in range(7):
+        assert torch.equal(processors.likeliest(drawn[i : i + 1], 20)[0], places[i])
+
+
+def test_ranks_are_told_of_tokens_among_the_likeliest_and_beyond() -> None:
+    logprobs = torch.randn(40, 3000, generator=torch.Generator().manual_seed(1)).log_softmax(-1)
+    order = logprobs.argsort(dim=-1, descending=True)
+    wanted = [*range(35), 100, 500, 1000, 2000, 2999]
+    told = processors.gather_logprobs(logprobs, order[range(40), wanted])
+    assert told.ranks.tolist() == [rank + 1 for rank in wanted]
+    assert told.token_ids[:, 1:].tolist() == order[:, :20].tolist()
+    alone = [processors.gather_logprobs(logprobs[i : i + 1], order[i, wanted[i], None]) for i in range(40)]
+    assert (np.concatenate([row.logprobs for row in alone]) == told.logprobs).all()
+    np.testing.assert_allclose(told.logprobs, logprobs.gather(-1, torch.tensor(told.token_ids).long()), rtol=1e-6)
+    named = processors.gather_logprobs(logprobs, order[range(40), wanted], torch.arange(80).view(40, 2))
+    assert (named.ranks == told.ranks).all()
+    assert named.token_ids[:, 1:].tolist() == torch.arange(80).view(40, 2).tolist()

@@ -199,6 +199,21 @@ async def test_reasoning_is_told_apart_and_may_be_switched_off(open_served, temp
         assert message["content"] == "<think>\nhm\n</think>So"
 
 
+async def test_reasoning_effort_reaches_a_template_that_reads_it_and_is_refused_elsewhere(open_served, tmp_path):
+    path = tmp_path / "with_effort.jinja"
+    path.write_text(TEMPLATE + "{% if reasoning_effort %}Reasoning: {{ reasoning_effort }}{% endif %}")
+    async with open_served(chat_template=str(path)) as served:
+        asked = [{}, {"reasoning_effort": None}, {"reasoning_effort": "low"}, {"reasoning_effort": "medium"}]
+        asked.append({"chat_template_kwargs": {"reasoning_effort": "low"}, "reasoning_effort": "low"})
+        answers = [await served.post(ask(served, max_tokens=1, **fields)) for fields in asked]
+        plain, *sizes = [answer.json()["usage"]["prompt_tokens"] for answer in answers]
+        assert [size - plain for size in sizes] == [0, len("Reasoning: low"), len("Reasoning: medium"), 14]
+    async with open_served() as served:
+        answer = await served.post(ask(served, reasoning_effort="low"))
+        assert (answer.status, answer.error["param"]) == (400, "reasoning_effort")
+        assert "chat template reads no reasoning_effort" in answer.error["message"]
+
+
 async def test_logprobs_of_what_is_held_back_are_told_too(open_served, template, byte_llama):
     async with open_served(model=str(byte_llama), num_threads=1, num_gpu_blocks_override=64, max_model_len=256,
                            chat_template=template) as served:  # fmt: skip
@@ -230,6 +245,8 @@ REFUSED = [
     ({"tools": [CLOCK, CLOCK]}, "tools[1].function.name"),
     ({"tools": [CLOCK] * 129}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools[0].function.parameters"),
+    ({"reasoning_effort": "much"}, "reasoning_effort"),
+    ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "reasoning_effort"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [CLOCK], "tool_choice": NAMED}, "tool_choice"),
     ({"tools": [CLOCK], "tool_choice": "perhaps"}, "tool_choice"),

@@ -96,9 +96,25 @@ INLINE float quantize_head(int size, const float *head, int8_t *out)
     return scale + (sum - sum);
 }
 
-/* Put one token's key and value at `lane` of a record. */
-INLINE void store_pair(int form, int size, const float *key, const float *value, char *record, int lane)
+/* Whether some number is none, or infinite. */
+INLINE int is_poisoned(int size, const float *numbers)
 {
+    floats sum = all(0.f);
+    for (int i = 0; i < size; i += LANES) sum += load(numbers + i) - load(numbers + i);
+    return sum_of(sum) != 0.f;
+}
+
+/* Put one token's key and value at `lane` of a record.
+ *
+ * A value with a number that is none becomes zero, and its key none: so it reaches through its score all who see it, and
+ * not, times a weight of zero, those who do not. */
+INLINE void store_pair(int form, int size, float *key, const float *value, char *record, int lane)
+{
+    const float zeros[MAX_HEAD] = {0};
+    if (is_poisoned(size, value)) {
+        for (int i = 0; i < size; i++) key[i] = NAN;
+        value = zeros;
+    }
     if (form == FLOAT32) {
         float *keys = (float *)record;
         for (int i = 0; i < size; i++) keys[i * TOKENS + lane] = key[i];
@@ -275,7 +291,6 @@ INLINE void add_values(const int n, const int form, int head_size, const block_s
 #define SCORE_CASE(n) case n: score_##n(form, size, u->queries, records, &b); break;
 #define VALUES_CASE(n) case n: add_values_##n(form, size, &b, values, p); break;
 FOR_EACH_COUNT(DEFINE_ATTENTION)
-FOR_EACH_LARGE_COUNT(DEFINE_ATTENTION)
 
 INLINE int32_t clamp(int64_t count) { return count < 0 ? 0 : count < KEYS ? (int32_t)count : KEYS; }
 
@@ -347,9 +362,9 @@ static void attend_keys(const attend_operation *op, const unit *u, int64_t begin
             values[half] = records[half] + values_at;
             if (count < TOKENS) values[half] = without_tail(form, size, values[half], count < 0 ? 0 : (int)count, rooms[half]);
         }
-        switch (n) { FOR_EACH_COUNT(SCORE_CASE) FOR_EACH_LARGE_COUNT(SCORE_CASE) }
+        switch (n) { FOR_EACH_COUNT(SCORE_CASE) }
         for (int i = 0; i < n; i++) weigh(op, u, i, position, &b, p);
-        switch (n) { FOR_EACH_COUNT(VALUES_CASE) FOR_EACH_LARGE_COUNT(VALUES_CASE) }
+        switch (n) { FOR_EACH_COUNT(VALUES_CASE) }
     }
 }
 

@@ -112,14 +112,20 @@ INLINE void tile_int4(const int n, const void *in, int64_t row, int num_inputs, 
     UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) store(out + m * PANEL + v * LANES, sums[m][v]);
 }
 
-/* One function a number of rows, so that sums stay in registers. */
+/* One function a number of rows, so that sums stay in registers: those that the variant's tiles have, for each compiles. */
+#if defined(__AVX512F__)
+#define FOR_EACH_COUNT(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12)
+#define FOR_EACH_QUANTIZED_COUNT(X) X(1) X(2) X(3) X(4) X(5) X(6)
+#else
 #define FOR_EACH_COUNT(X) X(1) X(2) X(3)
-#define FOR_EACH_LARGE_COUNT(X) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12)
+#define FOR_EACH_QUANTIZED_COUNT(X) X(1) X(2)
+#endif
 #define DEFINE_TILES(n)                                                                                               \
     static __attribute__((noinline)) void float32_##n(const float *x, int k, const float *w, float *out)              \
     { tile_float32(n, x, k, w, out); }                                                                                \
-    static __attribute__((noinline)) void bfloat16_##n(const uint16_t *x, int k, const uint16_t *w, float *out)       \
-    { tile_bfloat16(n, x, k, w, out); }                                                                               \
+    static __attribute__((noinline, unused)) void bfloat16_##n(const uint16_t *x, int k, const uint16_t *w, float *out) \
+    { tile_bfloat16(n, x, k, w, out); }
+#define DEFINE_QUANTIZED_TILES(n)                                                                                     \
     static __attribute__((noinline)) void int8_##n(const void *in, int64_t row, int k, const void *w, const float *s, \
                                                    float *out)                                                        \
     { tile_int8(n, in, row, k, w, s, out); }                                                                          \
@@ -130,23 +136,19 @@ INLINE void tile_int4(const int n, const void *in, int64_t row, int num_inputs, 
 #define INT8_CASE(n) case n: int8_##n(op->in, row, k, w, op->scales + panel * PANEL, out); break;
 #define INT4_CASE(n) case n: int4_##n(op->in, row, k, w, out); break;
 FOR_EACH_COUNT(DEFINE_TILES)
-#if defined(__AVX512F__)
-FOR_EACH_LARGE_COUNT(DEFINE_TILES)
-#else
-#undef FOR_EACH_LARGE_COUNT
-#define FOR_EACH_LARGE_COUNT(X)
-#endif
-#define SWITCH(CASE) switch (n) { FOR_EACH_COUNT(CASE) FOR_EACH_LARGE_COUNT(CASE) } break
+FOR_EACH_QUANTIZED_COUNT(DEFINE_QUANTIZED_TILES)
 
 /* Multiply n rows from `row` on with one panel into sums [n][PANEL]. */
 static void tile(const linear_operation *op, int64_t row, int n, const char *w, int64_t panel, float *out)
 {
     const int k = op->num_inputs;
     switch (op->form) {
-    case FLOAT32: SWITCH(FLOAT32_CASE);
-    case BFLOAT16: SWITCH(BFLOAT16_CASE);
-    case INT8: SWITCH(INT8_CASE);
-    case INT4: SWITCH(INT4_CASE);
+    case FLOAT32: switch (n) { FOR_EACH_COUNT(FLOAT32_CASE) } break;
+#if !defined(__AMX_BF16__) /* there bfloat16 goes through tiles, whatever the number of rows */
+    case BFLOAT16: switch (n) { FOR_EACH_COUNT(BFLOAT16_CASE) } break;
+#endif
+    case INT8: switch (n) { FOR_EACH_QUANTIZED_COUNT(INT8_CASE) } break;
+    case INT4: switch (n) { FOR_EACH_QUANTIZED_COUNT(INT4_CASE) } break;
     }
 }
 

@@ -95,7 +95,11 @@ INLINE floats exponential(floats x)
 }
 
 INLINE floats sigmoid(floats x) { return 1.f / (1.f + exponential(-x)); }
-INLINE floats hyperbolic_tangent(floats x) { return 1.f - 2.f / (exponential(x * 2.f) + 1.f); }
+INLINE floats hyperbolic_tangent(floats x)
+{
+    floats found = 1.f - 2.f / (exponential(x * 2.f) + 1.f);
+    return choose((ints)(x == x), found, x); /* what is no number stays none */
+}
 
 /* -- bfloat16 ------------------------------------------------------------------------------------------------------ */
 
@@ -158,6 +162,8 @@ INLINE floats rounded(floats x)
     return x + shift - shift;
 }
 
+#define SMALLEST 1e-30f /* below it numbers count as zero, for 127 divided by one of them might be infinite */
+
 /* Bring numbers into whole ones of -127 to 127 times a scale; the sum of the whole ones is no number if one of them was
  * none or was infinite. */
 INLINE void quantize_group(const floats *v, int num_vectors, int8_t *out, float *scale, float *sum)
@@ -165,7 +171,7 @@ INLINE void quantize_group(const floats *v, int num_vectors, int8_t *out, float 
     floats largest = all(0.f), total = all(0.f);
     for (int i = 0; i < num_vectors; i++) largest = larger(larger(v[i], -v[i]), largest);
     float most = largest_of(largest);
-    floats inverse = all(most > 0.f ? 127.f / most : 0.f);
+    floats inverse = all(most > SMALLEST ? 127.f / most : 0.f);
     for (int i = 0; i < num_vectors; i++) {
         floats whole = rounded(v[i] * inverse);
         bytes narrow = __builtin_convertvector(__builtin_convertvector(whole, ints), bytes);
