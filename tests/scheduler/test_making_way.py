@@ -245,6 +245,21 @@ def test_without_chunked_prefill_nobody_makes_way_for_who_would_not_get_its_toke
     run_and_compare(driver)
 
 
+def test_one_makes_way_beside_a_long_prompt_whose_chunks_leave_tokens() -> None:
+    driver = make_driver(
+        max_num_batched_tokens=8, long_prefill_token_threshold=4, num_gpu_blocks_override=30, max_num_seqs=2
+    )
+    driver.add("low", prompt(4, 1), priority=5, max_tokens=20)
+    driver.step()
+    driver.add("stays", prompt(30, 2), priority=0, max_tokens=6)
+    driver.step()
+    driver.add("urgent", prompt(4, 3), priority=1, max_tokens=2)
+    plan = driver.step()
+    assert plan is not None
+    assert (rows(plan), plan.preempted_request_ids) == ({"stays": 4, "urgent": 4}, ("low",))
+    run_and_compare(driver)
+
+
 def test_nobody_makes_way_while_those_who_go_on_take_all_tokens_of_a_step() -> None:
     driver = make_driver(max_num_batched_tokens=8, num_gpu_blocks_override=30, max_num_seqs=2)
     driver.add("low", prompt(4, 1), priority=5, max_tokens=20)
