@@ -377,7 +377,7 @@ class CoreDriver:
 
     def num_cached_tokens(self, request: Request) -> int:
         """Return how many tokens of `request` one could hit who comes with the same."""
-        return self.core._kv_cache.match(request).num_tokens
+        return self.core._kv_cache.new_match(request).num_tokens
 
     def _tick(self) -> float:
         self.now += 1.0

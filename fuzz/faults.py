@@ -22,6 +22,7 @@ from engine.kv_cache.prefix_cache import PrefixCache
 from engine.limits import Limits
 from engine.outputs import ScheduledRequest
 from engine.request import Request, RequestStatus
+from engine.scheduler.admission import Admission
 from engine.scheduler.scheduler import Scheduler
 from fuzz import kv_cache, scheduler
 from fuzz.driver import Run, error_of, shrunk
@@ -167,6 +168,11 @@ def _reads_nothing(trace: Method, *args: Any) -> Any:
     return set(), trace(*args)[1]
 
 
+def _no_watermark_beside_who_goes_on(reserves: Method, admission: Admission, victims: list[Request]) -> list[int]:
+    found = reserves(admission, victims)
+    return [number - found[-1] for number in found]
+
+
 def _complete_text_goes_on(
     told_grammar: Method, core: EngineCore, request: Request, grammar: Any, token_ids: Any, status: Any, cause: Any
 ) -> Any:
@@ -204,6 +210,8 @@ FAULTS: dict[str, Fault] = {
     "what a failed row computed stays": Fault(KVCacheManager, "forget", _nothing),
     "who relies on a failed row goes on": Fault(KVCacheManager, "trace", _reads_nothing),
     "a step that has ended stays uncommitted": Fault(PrefixCache, "commit", _nothing),
+    "one makes way and blocks are lacking": Fault(Admission, "_reserves", _no_watermark_beside_who_goes_on),
+    "one makes way and tokens are lacking": Fault(Admission, "_leaves_tokens", lambda leaves_tokens, *args: True),
     "a complete text goes on": Fault(EngineCore, "_told_grammar", _complete_text_goes_on),
     "nine common blocks are claimed": Fault(KVCacheManager, "num_common_prefix_blocks", _nine_common_blocks),
     "blocks are not published again after a rewind": Fault(KVCacheManager, "rewind", _nothing),

@@ -29,7 +29,7 @@ STOP_TOKENS = tuple(range(32, 127, 12))
 class Settings(Drawn):
     """A tiny engine whose pool is under pressure. What does not go together is raised or lowered until it does."""
 
-    num_gpu_blocks_override: int = choose(*range(3, 15))
+    num_gpu_blocks_override: int = choose(*range(3, 15), 18, 24)
     block_size: int = choose(1, 2, 3, 4, 8)
     max_model_len: int = choose(*range(2, 33), *range(24, 61, 3))
     max_num_seqs: int = choose(*range(1, 7))
@@ -38,13 +38,13 @@ class Settings(Drawn):
     enable_prefix_caching: bool = choose(True, True, True, True, False)
     long_prefill_token_threshold: int = choose(0, 0, 1, 3, 7)
     scheduling_policy: str = choose(*POLICIES)
-    max_overtakes: int = choose(32, 0, 1, 3)
-    watermark: float = choose(0.01, 0.0, 0.3)
+    max_overtakes: int = choose(32, 0, 1, 2, 3)
+    watermark: float = choose(0.01, 0.0, 0.2, 0.3)
     windows: tuple[int | None, int | None] = choose(
         *[(None, None)] * 5, (None, 3), (4, None), (2, 2), (3, 6), (None, 1)
     )
     queue_timeout: float | None = choose(None, None, None, None, 9.0, 30.0)
-    max_num_waiting: int = choose(1000, 1000, 1000, 1, 2, 8)
+    max_num_waiting: int = choose(*[1000] * 9, 1, 2, 8)
     max_concurrent_plans: int = choose(1, 2, 3, 4)
     runs_late: bool = choose(False, True)
     checks_acts: bool = choose(True, False, False, False)
@@ -68,7 +68,7 @@ class Settings(Drawn):
 class Add(Operation):
     """Add a request: `length` prompt tokens, the first `fork` of them (0: all) shared by all of the same `prefix`."""
 
-    weight: ClassVar[int] = 16
+    weight: ClassVar[int] = 22
     prefix: int = choose(0, 0, 0, 1, 2)
     length: int = choose(*range(1, 19), *range(19, 41, 4))
     fork: int = choose(0, 0, 0, 2, 5, 9)
@@ -80,8 +80,8 @@ class Add(Operation):
     skips_cache: bool = choose(*[False] * 9, True)
     detects_repetition: bool = choose(False, False, True)
     kind: str = choose(*["plain"] * 8, "grammar", "session")
-    priority: int = choose(0, 0, 1, -1)
-    client: int = choose(0, 0, 1, 2)
+    priority: int = choose(0, 1, -1)
+    client: int = choose(0, 1, 2)
     reuses_name: bool = choose(False, False, True)
 
     def prompt(self, max_model_len: int) -> list[int]:
@@ -201,8 +201,8 @@ class Plan(Operation):
     """
 
     weight: ClassVar[int] = 60
-    fails: bool = choose(*[False] * 8, True)
-    corrupts: int | None = choose(*[None] * 30, 0, 1, 2)
+    fails: bool = choose(*[False] * 19, True)
+    corrupts: int | None = choose(*[None] * 45, 0, 1, 2)
 
     def event(self, simulation: Simulation) -> str | None:
         """Return that a plan is made, unless as many as may be are in flight, or nothing is left to plan for."""
@@ -224,7 +224,7 @@ class Finish(Operation):
     """
 
     weight: ClassVar[int] = 60
-    culprit: int | None = choose(*[None] * 30, 0, 1, 2)
+    culprit: int | None = choose(*[None] * 45, 0, 1, 2)
     num_more: int = choose(*[0] * 12, 1, 3)
 
     def event(self, simulation: Simulation) -> str | None:

@@ -5,6 +5,7 @@ The core's invariants are checked after each step, and in a quarter of the histo
 * each request's tokens, finish reason and stop reason are those of its run alone (`fuzz/oracle.py`);
 * exactly one end each, told to the runner exactly once;
 * whoever loses its blocks to another in a plan comes after everyone who has a row in it, in the policy's order;
+* nobody makes way in vain: whom it was for starts in that plan, or in the next one after all blocks have come back;
 * a request that was rewound publishes again what it computes again;
 * who comes is refused for want of room to wait if and only if there is none;
 * once all has ended, no block is in use.
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from engine.outputs import RequestId, SchedulerOutput
-from engine.request import RequestStatus
+from engine.request import Request, RequestStatus
 from engine.testing import CoreDriver, LaunchedPlan, TestGrammar
 from fuzz.coverage import Coverage
 from fuzz.history import Operation
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
     from fuzz.scheduler import Add, Settings
 
 _AWAITING_GRAMMAR = RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+_CALM = {"plan", "step", "commit", "add", "abort"}
+"""Events after which whoever another made way for must still start, if it is still the first in the queue."""
 MAX_IDLE_STEPS = 2000
 """Steps without any output after which a core that has work is called stuck; a request here takes at most some 100."""
 
@@ -49,12 +52,15 @@ class Simulation:
         self._num_arrivals = 0
         self._num_told = self._num_untold = 0
         self._has_broken_rows = False
+        self._made_way_for: Request | None = None
 
     def apply(self, operation: Operation) -> None:
         """Apply one operation; one that cannot be applied now does nothing."""
         event = operation.event(self)
         if event is None:
             return
+        if event not in _CALM:
+            self._made_way_for = None
         name = operation.whom(self)
         if name is None:
             self.coverage.saw(event, [request.status for request in self.driver.live_requests])
@@ -124,7 +130,15 @@ class Simulation:
 
     def plan(self, fails: bool = False, corrupts: int | None = None) -> None:
         """Make a plan."""
+        scheduler, is_due = self.driver.core._scheduler, self._is_start_due()
+        num_preemptions = scheduler.num_preemptions
         plan = self.driver.plan(fails=fails, corrupts=corrupts)
+        if is_due:
+            waits = self._made_way_for in scheduler.waiting.unordered()
+            assert not waits, f"somebody made way for {self._made_way_for} in vain: it waits"
+            self._made_way_for = None
+        if scheduler.num_preemptions > num_preemptions and scheduler.pause is None:
+            self._made_way_for = scheduler.admission._made_way_for
         if plan is not None:
             self._told += plan.finished_request_ids
             victims = plan.preempted_request_ids[self._num_untold :]
@@ -134,6 +148,16 @@ class Simulation:
             self._num_untold = 0
         else:
             self.count_untold()
+
+    def _is_start_due(self) -> bool:
+        """Whether whom somebody made way for must start in the next plan, if there is one."""
+        driver = self.driver
+        scheduler, kv_cache = driver.core._scheduler, driver.core._kv_cache
+        if self._made_way_for is None or scheduler.waiting.peek() is not self._made_way_for:
+            self._made_way_for = None
+            return False
+        is_full = len(driver.plans) >= self.settings.max_concurrent_plans
+        return not is_full and not kv_cache.has_held_blocks
 
     def count_untold(self) -> None:
         """Count who lost its blocks to a reset or a failure, or in vain, and is to be told by the next plan."""
@@ -160,6 +184,8 @@ class Simulation:
         """
         driver = self.driver
         more = self._more_tokens(launched.plan, num_more) if num_more else None
+        if more:
+            self._made_way_for = None  # they may take more blocks than one can know
         numbers = {
             row.request_id: len(driver.completions[row.request_id].token_ids)
             for row, (owner, _, _) in zip(launched.plan.requests, launched.reads, strict=True)

@@ -27,7 +27,7 @@ from engine.kv_cache.block_pool import BlockPool
 from engine.kv_cache.block_tables import BlockTable, BlockTables
 from engine.kv_cache.match import Match, longest_match
 from engine.kv_cache.prefix_cache import PrefixCache
-from engine.kv_cache.spec import max_blocks_for, num_blocks_for, num_skipped_blocks
+from engine.kv_cache.spec import NULL_BLOCK, max_blocks_for, num_blocks_for, num_skipped_blocks
 from engine.outputs import BlockId, KVCacheGroup, RequestId, ScheduledRequest
 from engine.request import Request, Shortage
 
@@ -99,17 +99,29 @@ class KVCacheManager:
         At least one token is left to compute, for its logits are needed: a fully cached request computes its last
         block again, into a block of its own.
         """
-        if not self._enable_prefix_caching or not request.reads_prefix_cache:
-            return Match(tuple([] for _ in self._groups), 0)
         asked = request, request.num_tokens, self.prefix_cache.num_changes
         if self._matched is None or self._matched[0] != asked:
-            max_blocks = (request.num_tokens - 1) // self.block_size
-            hashes = self.prefix_cache.hashes(request)[:max_blocks]
-            self._matched = asked, longest_match(self.prefix_cache, self._groups, hashes, self.block_size)
+            self._matched = asked, self.new_match(request)
         return self._matched[1]
 
+    def new_match(self, request: Request) -> Match:
+        """Find what `match` finds, whatever is kept, and keep nothing."""
+        if not self._enable_prefix_caching or not request.reads_prefix_cache:
+            return Match(tuple([] for _ in self._groups), 0)
+        max_blocks = (request.num_tokens - 1) // self.block_size
+        hashes = self.prefix_cache.hashes(request)[:max_blocks]
+        return longest_match(self.prefix_cache, self._groups, hashes, self.block_size)
+
+    def forget_match(self, request: Request) -> None:
+        """Let go of `request`, which has ended, where its match is kept."""
+        if self._matched is not None and self._matched[0][0] is request:
+            self._matched = None
+
     def is_short(self, request: Request, num_reserved: int, max_new: int | None) -> bool:
-        """Whether `has_room`, which refused before, would refuse again; O(1), for it is asked in every step."""
+        """Whether `has_room`, which refused before, would refuse again; O(1), for it is asked in every step.
+
+        `num_reserved` is negative where as many blocks more might become free.
+        """
         shortage = request.shortage
         if shortage is None:
             return False
@@ -147,20 +159,37 @@ class KVCacheManager:
         request.shortage = None if has_room else Shortage(num_needed, num_new, next_block, free_hit)
         return has_room
 
-    def num_victims(self, request: Request, match: Match, victims: Sequence[Request], num_reserved: int) -> int | None:
+    def num_due(self, request: Request, num_more: int) -> int:
+        """Return how many blocks beyond those it was promised a running request takes with `num_more` more tokens."""
+        tables = self._tables[request.request_id]
+        num_tokens = min(request.num_tokens + request.num_placeholders + num_more, request.max_num_tokens - 1)
+        if num_tokens <= tables.num_slots:
+            return 0
+        num_new = num_blocks_for(num_tokens - tables.num_slots, self.block_size) * len(self._groups)
+        return max(0, num_new - tables.num_promised)
+
+    def num_victims(
+        self, request: Request, match: Match, victims: Sequence[Request], num_reserved: Sequence[int]
+    ) -> int | None:
         """Return how many of `victims`, in order, must leave before `request` has room behind `match`.
 
         None where all of them are not enough. A block is free once the last who uses it has left; what the victims
         were promised is free too, and what `request` would have shared with them alone it must take itself.
+
+        Args:
+            request: Who waits.
+            match: What `match` found for it.
+            victims: Who may have to leave.
+            num_reserved: Blocks to leave free once none, one, two, … all of them have left; never more than before.
         """
         hits = {*self._shareable(match)}
         num_needed = self.max_blocks(request.num_tokens)
-        num_needed += num_reserved - sum(self.pool.num_references(block) > 0 for block in hits)
+        num_needed -= sum(self.pool.num_references(block) > 0 for block in hits)
         num_free, left = self.num_available_blocks, Counter[BlockId]()
-        if num_needed > num_free + self._num_gained(victims, hits):
+        if num_needed + num_reserved[-1] > num_free + self._num_gained(victims, hits):
             return None
         for count, victim in enumerate(victims):
-            if num_needed <= num_free:
+            if num_needed + num_reserved[count] <= num_free:
                 return count
             tables = self._tables[victim.request_id]
             num_free += tables.num_promised
@@ -169,20 +198,21 @@ class KVCacheManager:
                 if left[block] == self.pool.num_references(block):
                     num_free += 1
                     num_needed += block in hits
-        return len(victims) if num_needed <= num_free else None
+        return len(victims) if num_needed + num_reserved[-1] <= num_free else None
 
     def _num_gained(self, victims: Sequence[Request], hits: set[BlockId]) -> int:
         """Return how many more blocks one has that would share `hits`, once all of `victims` have left.
 
-        It is asked in vain again and again while one waits, so it looks at no block by itself.
+        It is asked in vain again and again while one waits, so it looks at no block by itself, nor at anybody else's.
         """
         tables = [self._tables[victim.request_id] for victim in victims]
         if not tables:
             return 0
-        num_uses = np.bincount(np.concatenate([view for of_one in tables for view in of_one.views]))
-        is_freed = (num_uses > 0) & (num_uses == self.pool.references()[: len(num_uses)])
-        num_lost = sum(block < len(is_freed) and bool(is_freed[block]) for block in hits)
-        return sum(of_one.num_promised for of_one in tables) + int(is_freed.sum()) - num_lost
+        blocks = np.concatenate([view for of_one in tables for view in of_one.views])
+        used, num_uses = np.unique(blocks[blocks != NULL_BLOCK], return_counts=True)
+        freed = used[num_uses == self.pool.references()[used]]
+        num_lost = len(hits.intersection(freed.tolist())) if hits else 0
+        return sum(of_one.num_promised for of_one in tables) + len(freed) - num_lost
 
     def _shareable(self, match: Match) -> list[BlockId]:
         """Return the matched blocks that cost nothing while others use them: not those that a window will give back."""
@@ -372,5 +402,9 @@ class KVCacheManager:
         for requests in self._held.values():
             for tables in requests.values():
                 references += tables.blocks_in_use
+        if self._matched is not None:
+            (request, num_tokens, num_changes), match = self._matched
+            is_valid = (num_tokens, num_changes) == (request.num_tokens, self.prefix_cache.num_changes)
+            assert not is_valid or match == self.new_match(request), f"{request}: the match that is kept is stale"
         self.prefix_cache.check_invariants()
         self.pool.check_invariants(references, self.prefix_cache.holds)

@@ -13,6 +13,8 @@ The queue's order is strict but for two rules, which keep the engine busy and ev
 
 from __future__ import annotations
 
+from itertools import accumulate
+
 from engine.config import EngineConfig
 from engine.kv_cache.manager import KVCacheManager
 from engine.kv_cache.match import Match
@@ -56,8 +58,9 @@ class Admission:
         running: list[Request],
         in_flight: PlansInFlight,
         kv_cache: KVCacheManager,
+        max_concurrent_plans: int,
     ) -> None:
-        """Start with nobody waiting."""
+        """Start with nobody waiting; at most `max_concurrent_plans` are in flight."""
         self.waiting = WaitingQueue()
         self.first_counts, self.resumed_counts = PrefixCacheCounts(), PrefixCacheCounts()
         self._config = config
@@ -65,6 +68,7 @@ class Admission:
         self._running = running
         self._in_flight = in_flight
         self._kv_cache = kv_cache
+        self._max_concurrent_plans = max_concurrent_plans
         self._watermark = int(config.watermark * kv_cache.pool.num_blocks)
         self._passed: list[Request] = []
         self._made_way_for: Request | None = None
@@ -117,6 +121,13 @@ class Admission:
         self.waiting.restore()
         self._passed.clear()
 
+    def forget(self, request: Request) -> None:
+        """Let go of `request`, which has ended, where something is remembered of it."""
+        if self._made_way_for is request:
+            self._made_way_for = None
+        if self._refused is not None and self._refused[0] is request:
+            self._refused = None
+
     def displaced(self) -> list[Request]:
         """Return the running requests that have to make way for the next one in the queue, as the policy has it.
 
@@ -130,27 +141,56 @@ class Admission:
         is_unchanged = self._refused == (request, self._kv_cache.num_changes)
         if is_unchanged and self._kv_cache.is_short(request, self._watermark, None):
             return []
+        chosen = self._weighed(request)
+        if chosen:
+            request.num_overtaken = self._config.max_overtakes
+            self._made_way_for = request
+        return chosen
+
+    def _weighed(self, request: Request) -> list[Request]:
+        """Return who has to make way for `request`, if it can start then; what is cheap to know is asked first."""
         victims = [victim for victim in self._policy.victims(request, self._running) if not is_protected(victim)]
         lacks_place = len(self._running) >= self._config.max_num_seqs
         if not victims or self._awaits_protected(request):
             return []
         if not lacks_place and not self._kv_cache.lacks_blocks(request, self._watermark):
             return []  # it has not been tried yet, or waits for tokens alone
-        num_free = self._kv_cache.num_available_blocks + sum(map(self._kv_cache.num_blocks, victims))
-        if request.shortage is not None and request.shortage.num_blocks > num_free:
+        if self._kv_cache.is_short(request, -sum(map(self._kv_cache.num_blocks, victims)), None):
             return []
-        num_reserved = self._watermark if len(victims) < len(self._running) else 0
         match = self._kv_cache.match(request)
-        count = self._kv_cache.num_victims(request, match, victims, num_reserved)
+        num_new = request.num_tokens - match.num_tokens
+        if not self._leaves_tokens(num_new, victims):
+            return []
+        count = self._kv_cache.num_victims(request, match, victims, self._reserves(victims))
         if count is None:
-            self._kv_cache.has_room(request, match, num_reserved)  # remember why
+            self._kv_cache.has_room(request, match, self._watermark)  # remember why
             self._refused = request, self._kv_cache.num_changes
             return []
         chosen = victims[: max(count, lacks_place)]
-        if chosen:
-            request.num_overtaken = self._config.max_overtakes
-            self._made_way_for = request
-        return chosen
+        return chosen if self._leaves_tokens(num_new, chosen) else []
+
+    def _reserves(self, victims: list[Request]) -> list[int]:
+        """Return how many blocks must be left free once none, one, two, … all of `victims` have left.
+
+        The watermark, as long as somebody runs, and what those who run take before blocks held by plans are free.
+        """
+        num_more = self._max_concurrent_plans - 1
+        num_due = {request: self._kv_cache.num_due(request, num_more) for request in self._running}
+        reserves = [self._watermark + sum(num_due.values())]
+        reserves += [reserves[0] - num_left for num_left in accumulate(num_due[victim] for victim in victims)]
+        if len(victims) == len(self._running):
+            reserves[-1] = 0
+        return reserves
+
+    def _leaves_tokens(self, num_new: int, victims: list[Request]) -> bool:
+        """Whether a step's budget has room for a request of `num_new` tokens to start once `victims` have left."""
+        max_new = self._config.long_prefill_token_threshold or self._config.max_num_batched_tokens
+        others = {*self._running}.difference(victims)
+        num_given = sum(
+            min(max_new, other.num_tokens + other.num_placeholders - other.num_computed_tokens) for other in others
+        )
+        least = 1 if self._config.enable_chunked_prefill else num_new
+        return num_given + least <= self._config.max_num_batched_tokens
 
     def _awaits_protected(self, request: Request) -> bool:
         """Whether `request` must wait for other protected ones, which may need the room that it may need."""

@@ -61,7 +61,9 @@ class Scheduler:
         self._config = config
         self._capacity = capacity
         self._kv_cache = kv_cache
-        self.admission = Admission(config, self._policy, self.running, self.in_flight, kv_cache)
+        self.admission = Admission(
+            config, self._policy, self.running, self.in_flight, kv_cache, capacity.max_concurrent_plans
+        )
         self.waiting = self.admission.waiting
         self._preempted_ids: list[RequestId] = []
 
@@ -311,6 +313,8 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Let go of a request that ends, wherever it is; rows in flight keep their blocks until settled."""
         self._leave(request)
+        self.admission.forget(request)
+        self._kv_cache.forget_match(request)
         request.generation += 1
         self._policy.ended(request)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -406,3 +407,73 @@ def test_steps_are_awaited_until_they_are_settled() -> None:
     assert manager.awaited_steps == {4}
     manager.settle(4)
     assert manager.awaited_steps == set()
+
+
+def weighing_bytes(num_blocks: int) -> int:
+    """Return the most memory that it takes to weigh four victims of the highest ids in vain."""
+    manager = make_manager(num_blocks, enable_prefix_caching=False)
+    manager.pool.take(num_blocks - 1 - 4 * 8)
+    victims = [make_request(f"v{number}", [number] * 128) for number in range(4)]
+    assert all(admit(manager, victim, 128) for victim in victims)
+    waiting = make_request("waiting", [9] * 900)
+    match = manager.match(waiting)
+    assert manager.num_victims(waiting, match, victims, [0] * 5) is None  # and whatever is made once is made
+    tracemalloc.start()
+    try:
+        assert manager.num_victims(waiting, match, victims, [0] * 5) is None
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_weighing_victims_touches_as_much_whatever_the_pool() -> None:
+    few, many = weighing_bytes(64), weighing_bytes(200_000)
+    assert many < few + 1000, f"{many} bytes, and {few} in a small pool"
+    assert many < 20_000
+
+
+def test_a_match_is_found_anew_once_blocks_are_published_evicted_or_forgotten() -> None:
+    manager, again = make_manager(num_blocks=6), make_request("again", list(range(40)))
+    assert manager.match(again).num_tokens == 0
+    first = make_request("first", list(range(40)))
+    assert compute(manager, first) == 0
+    assert manager.match(again).num_tokens == 32
+    manager.check_invariants([first])
+    manager.reset_prefix_cache()
+    assert manager.match(again).num_tokens == 0
+    manager.check_invariants([first])
+
+
+def test_a_kept_match_that_is_not_what_would_be_found_is_told() -> None:
+    manager, first, again = make_manager(), *(make_request(name, list(range(40))) for name in ("first", "again"))
+    assert compute(manager, first) == 0
+    stale = manager.match(again)
+    assert manager._matched is not None
+    manager._matched = manager._matched[0], stale._replace(num_tokens=16)
+    with pytest.raises(AssertionError, match="the match that is kept is stale"):
+        manager.check_invariants([first])
+
+
+def test_blocks_that_come_back_count_as_a_change_whoever_gives_them_back() -> None:
+    manager, request = make_manager(num_blocks=41, block_size=4, groups=[window(6)]), make_request("r", [*range(40)])
+    assert admit(manager, request, 40)
+    before = manager.num_changes
+    request.num_computed_tokens = request.num_processed_tokens = 40
+    assert manager.grow(request, 41)  # the window has passed all but the last
+    assert manager.num_changes > before
+    manager.release(request, held_until=1)
+    before = manager.num_changes
+    manager.settle(1)
+    assert manager.num_changes > before
+
+
+def test_what_victims_alone_hold_of_a_match_is_counted_once_against_what_they_give() -> None:
+    manager = make_manager(num_blocks=9, block_size=4)  # eight blocks
+    victim = make_request("victim", list(range(17)))
+    assert compute(manager, victim) == 0  # five blocks, four of which can be shared
+    waiting = make_request("waiting", [*range(16), *range(50, 66)])
+    match = manager.match(waiting)
+    assert match.num_tokens == 16
+    assert not manager.has_room(waiting, match)
+    assert manager.num_victims(waiting, match, [victim], [0, 0]) == 1  # it needs eight, and all are free then
+    assert manager.num_victims(waiting, match, [victim], [1, 1]) is None

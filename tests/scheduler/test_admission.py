@@ -66,6 +66,21 @@ def test_the_head_gets_in_after_a_bounded_number_of_admissions_past_it(max_overt
     assert live(driver, "huge").num_overtaken == max_overtakes
 
 
+def test_nobody_passes_one_that_was_overtaken_often_enough_though_others_passed_with_it_were_not() -> None:
+    driver = make_driver(max_overtakes=2)
+    driver.add("running", prompt(8, 1), max_tokens=20)
+    driver.step()
+    driver.add("huge", prompt(38, 2), max_tokens=2)
+    driver.add("small0", prompt(4, 3), max_tokens=4)
+    assert rows(driver.step()) == {"running": 1, "small0": 4}
+    driver.add("also huge", prompt(38, 4), max_tokens=2)
+    for number in (1, 2):
+        driver.add(f"small{number}", prompt(4, 4 + number), max_tokens=4)
+    assert rows(driver.step()) == {"running": 1, "small0": 1, "small1": 4}  # small2 would be the third past huge
+    assert [live(driver, name).num_overtaken for name in ("huge", "also huge")] == [2, 1]
+    driver.run()
+
+
 def test_a_step_looks_at_a_bounded_number_of_requests_past_the_head() -> None:
     driver = make_driver()
     driver.add("running", prompt(8, 1), max_tokens=30)

@@ -76,6 +76,36 @@ def test_where_others_go_on_the_watermark_counts_and_nobody_makes_way_in_vain() 
     assert driver.core.stats().num_preemptions == 0
 
 
+def test_where_the_watermark_is_lacking_once_some_have_made_way_all_make_way_and_it_is_waived() -> None:
+    driver = make_driver(watermark=0.3, enable_prefix_caching=False)
+    driver.add("low1", prompt(9, 1), priority=5, max_tokens=20)
+    driver.step()
+    driver.add("low2", prompt(9, 2), priority=5, max_tokens=20)
+    driver.step()
+    driver.add("urgent", prompt(21, 3), priority=1, max_tokens=2)  # six of the seven that low2 would leave
+    driver.step()
+    plan = driver.step()
+    assert plan is not None
+    assert (rows(plan), plan.preempted_request_ids) == ({"urgent": 21}, ("low2", "low1"))
+    run_and_compare(driver)
+
+
+def test_one_makes_way_only_if_the_watermark_stays_free_beside_those_who_go_on() -> None:
+    driver = make_driver("fair", watermark=0.3, enable_prefix_caching=False)
+    for number in range(3):
+        driver.add(f"many{number}", prompt(5, number), client_key="many", max_tokens=7)
+        driver.step()
+    driver.add("one", prompt(17, 9), client_key="one", max_tokens=2)  # five of the eight that two would leave
+    for _ in range(40):
+        num_before = driver.num_preemptions
+        plan = driver.step()
+        assert plan is not None
+        if "one" in rows(plan):
+            break
+        assert driver.num_preemptions == num_before  # nobody makes way while it cannot start
+    run_and_compare(driver)
+
+
 def test_nobody_makes_way_in_vain_for_who_would_have_shared_its_blocks() -> None:
     driver = make_driver()
     driver.add("stays", prompt(6, 1), priority=0, max_tokens=12)
@@ -139,7 +169,9 @@ def test_where_victims_share_a_prefix_with_who_stays_they_are_weighed_once_until
 
 def looks_while_victims_come_and_go(num_victims: int, monkeypatch: pytest.MonkeyPatch) -> list[Counter[str]]:
     """Return what is asked of the cache in each step in which an urgent request is refused, and one victim is new."""
-    driver = make_driver(num_gpu_blocks_override=96, max_model_len=384, max_num_batched_tokens=512, max_num_seqs=20)
+    driver = make_driver(
+        num_gpu_blocks_override=96, max_model_len=384, max_num_batched_tokens=512, max_num_seqs=20, checks_acts=False
+    )
     driver.add("stays", prompt(41), priority=0, max_tokens=60)
     driver.step()
     for number in range(num_victims):
@@ -195,6 +227,70 @@ def test_who_lacks_tokens_alone_is_matched_once_and_takes_nobodys_place(matched:
     assert driver.core.stats().num_preemptions == 0
 
 
+def test_without_chunked_prefill_nobody_makes_way_for_who_would_not_get_its_tokens() -> None:
+    driver = make_driver(
+        enable_chunked_prefill=False, max_num_batched_tokens=40, num_gpu_blocks_override=30, max_num_seqs=3
+    )
+    for number in range(2):
+        driver.add(f"stays{number}", prompt(3, number), priority=0, max_tokens=8)
+    driver.step()
+    driver.add("low", prompt(9, 2), priority=5, max_tokens=20)
+    driver.step()
+    driver.add("urgent", prompt(39, 3), priority=1, max_tokens=1)  # all but one of the tokens of a step
+    for _ in range(6):  # while low could go, the others take two
+        assert rows(driver.step()) == {"stays0": 1, "stays1": 1, "low": 1}
+    plan = driver.step()
+    assert plan is not None
+    assert (rows(plan), driver.num_preemptions) == ({"low": 1, "urgent": 39}, 0)
+    run_and_compare(driver)
+
+
+def test_one_makes_way_beside_a_long_prompt_whose_chunks_leave_tokens() -> None:
+    driver = make_driver(
+        max_num_batched_tokens=8, long_prefill_token_threshold=4, num_gpu_blocks_override=30, max_num_seqs=2
+    )
+    driver.add("low", prompt(4, 1), priority=5, max_tokens=20)
+    driver.step()
+    driver.add("stays", prompt(30, 2), priority=0, max_tokens=6)
+    driver.step()
+    driver.add("urgent", prompt(4, 3), priority=1, max_tokens=2)
+    plan = driver.step()
+    assert plan is not None
+    assert (rows(plan), plan.preempted_request_ids) == ({"stays": 4, "urgent": 4}, ("low",))
+    run_and_compare(driver)
+
+
+def test_nobody_makes_way_while_those_who_go_on_take_all_tokens_of_a_step() -> None:
+    driver = make_driver(max_num_batched_tokens=8, num_gpu_blocks_override=30, max_num_seqs=2)
+    driver.add("low", prompt(4, 1), priority=5, max_tokens=20)
+    driver.step()
+    driver.add("stays", prompt(30, 2), priority=0, max_tokens=6)
+    driver.step()
+    driver.add("urgent", prompt(4, 3), priority=1, max_tokens=2)
+    num_preemptions = []
+    while "urgent" not in rows(driver.step()):
+        num_preemptions.append(driver.num_preemptions)
+    assert num_preemptions == [0, 0]
+    assert driver.num_preemptions == 1
+    run_and_compare(driver)
+
+
+@pytest.mark.parametrize("max_num_seqs", [2, 3])
+def test_who_needs_less_than_when_it_was_refused_takes_a_place_as_soon_as_that_is_enough(max_num_seqs: int) -> None:
+    driver = make_driver(max_num_seqs=max_num_seqs, max_num_batched_tokens=16, long_prefill_token_threshold=4)
+    shared = prompt(28)
+    driver.add("stays", shared[:21], priority=0, max_tokens=19)
+    driver.step()
+    driver.add("urgent", [*shared[:25], 99], priority=0, max_tokens=2)  # seven blocks, fewer with each that is cached
+    driver.add("low", prompt(3, 9), priority=5, max_tokens=20)
+    assert rows(driver.step()) == {"stays": 4, "low": 3}
+    assert rows(driver.step()) == {"stays": 4, "low": 1}
+    plan = driver.step()
+    assert plan is not None
+    assert (rows(plan), plan.preempted_request_ids) == ({"stays": 4, "urgent": 4}, ("low",))
+    run_and_compare(driver)
+
+
 def test_who_made_way_does_not_come_back_in_the_same_step() -> None:
     driver = make_driver("fair", num_gpu_blocks_override=12)
     driver.add("a1", prompt(3, 1), client_key="a", max_tokens=30)
@@ -235,3 +331,28 @@ def test_who_comes_again_has_its_place_as_the_policy_has_it() -> None:
     assert now > 70
     assert fair.place_again(early, made_way_for=placed(3, position=990)) == (991, 1)  # behind whom it made way for
     assert fair.place_again(early, made_way_for=placed(3, position=5)) == (now + 1, 1)  # and those who come now
+
+
+def test_nothing_is_remembered_of_who_has_ended() -> None:
+    driver = make_driver(num_gpu_blocks_override=12, max_num_seqs=2)
+    driver.add("stays", prompt(20, 1), priority=0, max_tokens=5)
+    driver.add("low", prompt(6, 2), priority=5, max_tokens=5)
+    driver.step()
+    driver.add("refused", prompt(38, 3), priority=1, max_tokens=2)  # more than low would leave
+    driver.step()
+    driver.step()
+    admission, kv_cache = driver.core._scheduler.admission, driver.core._kv_cache
+    refused, matched = admission._refused, kv_cache._matched
+    assert refused is not None
+    assert matched is not None
+    assert refused[0].request_id == matched[0][0].request_id == "refused"
+    driver.abort("refused")
+    assert (admission._refused, kv_cache._matched) == (None, None)
+    driver.add("urgent", prompt(6, 4), priority=1, max_tokens=2)
+    driver.step()
+    made_way_for = admission._made_way_for
+    assert made_way_for is not None
+    assert made_way_for.request_id == "urgent"
+    driver.abort("urgent")
+    assert (admission._made_way_for, kv_cache._matched) == (None, None)
+    run_and_compare(driver)
