@@ -161,8 +161,8 @@ class Front(ABC):
         match target:
             case "front":
                 return [front]
-            case "engine":  # one of several
-                return [pid for pid in children(front) if pid not in reapers][-1:]
+            case "engine":  # one of several; at an import Python asks ldconfig, which is none
+                return [pid for pid in children(front) if "engine_process" in " ".join(command_of(pid))][-1:]
             case "reaper":
                 return reapers
             case _:
