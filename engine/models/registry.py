@@ -53,10 +53,10 @@ def choose(raw: dict[str, Any], folder: Path | None, progress: Callable[[int, in
         UnsupportedModel: Nothing would; the message has both reasons, transformers' first.
         CheckpointError: A number in it is missing or makes no sense, to both, or the weight files do not fit it.
     """
+    own_torch_cache()
     try:
         shape = decoder_config(raw)
     except ModelError as refusal:
-        own_torch_cache()
         from engine.models import transformers_loading
 
         with _adding(refusal), tempfile.TemporaryDirectory() as copied:  # transformers reads files alone
@@ -161,6 +161,7 @@ def build_model(folder: Path, config: EngineConfig, progress: Callable[[int, int
         CheckpointError: A file is missing, corrupt or makes no sense; as above.
         ConfigError: The asked context is longer than the model's.
     """
+    own_torch_cache()
     raw = read_config(folder)
     if config.model_impl == "transformers":
         return _through_transformers(folder, raw, config, progress)
@@ -215,7 +216,6 @@ def _adding(refusal: ModelError) -> Iterator[None]:
 def _through_transformers(
     folder: Path, raw: dict[str, Any], config: EngineConfig, progress: Callable[[int, int], None]
 ) -> BuiltModel:
-    own_torch_cache()
     from engine.models import transformers_loading  # seconds to import, for the models that need it alone
 
     settings = transformers_loading.open_config(folder, raw)
