@@ -90,7 +90,7 @@ def _raised(lines: list[str]) -> list[str]:
         text = re.sub(r"^\s*[|+] ", "", line)
         if "Traceback (most recent call last)" in text:
             is_within = True
-        elif is_within and not text.startswith(" "):
+        elif is_within and text and not text.startswith(" "):
             found.append(text.partition(":")[0])
             is_within = False
         elif text.startswith("During handling of the above exception"):
