@@ -87,7 +87,7 @@ def _raised(lines: list[str]) -> list[str]:
     found = []
     is_within = False
     for line in lines:
-        text = re.sub(r"^\s*[|+] ", "", line)
+        text = re.sub(r"^(\[engine-\d+\] )?(\s*[|+] )?", "", line)
         if "Traceback (most recent call last)" in text:
             is_within = True
         elif is_within and text and not text.startswith(" "):
