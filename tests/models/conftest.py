@@ -141,6 +141,25 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+HEADS = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}
+HEADS_CHANGES: dict[str, dict[str, Any]] = {
+    "llama with wide heads, one K/V head each": {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 32},
+    "llama with longrope": {"rope_parameters": longrope(8)},
+    "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48},
+    "phi3": {"num_key_value_heads": 3},
+    "phi3 with a part rotated, longrope and windows": {
+        "rope_parameters": longrope(6) | {"partial_rotary_factor": 0.75}
+    },
+}
+"""What a family needs beyond `HEADS`, for heads that are multiples of 16."""
+DENSE = [family for family, (name, _) in FAMILIES.items() if name not in ("Mixtral", "Qwen3Moe")]
+
+
+def wide(family: str) -> dict[str, Any]:
+    """Return what makes the heads of a family multiples of 16, as the operations in C want them."""
+    return HEADS | HEADS_CHANGES.get(family, {})
+
+
 MakeCheckpoint = Callable[..., tuple[Path, Any]]
 
 

@@ -24,23 +24,11 @@ from engine.models.weights import WeightReader
 from engine.outputs import RequestId, ScheduledRequest, SchedulerOutput
 from engine.sampling_params import SamplingParams
 from engine.verbs import SleepTag
-from tests.models.conftest import FAMILIES, longrope
+from tests.models.conftest import DENSE, HEADS, wide
 
 BLOCK_SIZE = 16
 BLOCKS_A_REQUEST = 6
 MAX_MODEL_LEN = 96
-HEADS = {"num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 16}
-CHANGES: dict[str, dict[str, Any]] = {
-    "llama with wide heads, one K/V head each": {"num_attention_heads": 6, "num_key_value_heads": 6, "head_dim": 32},
-    "llama with longrope": {"rope_parameters": longrope(8)},
-    "qwen3": {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 48},
-    "phi3": {"num_key_value_heads": 3},
-    "phi3 with a part rotated, longrope and windows": {
-        "rope_parameters": longrope(6) | {"partial_rotary_factor": 0.75}
-    },
-}
-"""What a family needs beyond `HEADS`, for heads that are multiples of 16."""
-DENSE = [family for family, (name, _) in FAMILIES.items() if name not in ("Mixtral", "Qwen3Moe")]
 FLOAT32 = Forms(Form.FLOAT32, Form.FLOAT32, Form.FLOAT32)
 FORMS = {
     "float32": FLOAT32,
@@ -104,7 +92,7 @@ def draw_prompt(length: int, seed: int) -> list[int]:
 @torch.inference_mode()
 @pytest.mark.parametrize("family", DENSE)
 def test_logits_equal_those_of_transformers(family: str, make_checkpoint: Any) -> None:
-    folder, model = make_checkpoint(family, **(HEADS | CHANGES.get(family, {})))
+    folder, model = make_checkpoint(family, **wide(family))
     tokens = draw_prompt(70, seed=1)
     (logits,) = Stack(folder).logits([(0, tokens, 0)])
     expected = model(torch.tensor([tokens]), use_cache=False).logits[0]

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, Kernels
 from engine.core import EngineCore
 from engine.kv_cache.spec import max_blocks_for
 from engine.model_runner.model_runner import ModelRunner
 from engine.outputs import Capacity, RequestId
 from engine.protocol import EngineCoreRequest
 from engine.sampling_params import SamplingParams
+from tests.models.conftest import DENSE, wide
 
 MAX_MODEL_LEN = 64
 MAX_TOKENS = 6
@@ -31,7 +33,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=MAX_TOKENS)
 
 
 def make_core(capacity: Capacity, **settings: Any) -> EngineCore:
-    fields = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "block_size": BLOCK_SIZE}
+    fields = {"max_model_len": MAX_MODEL_LEN, "max_num_seqs": 8, "block_size": capacity.block_size}
     return EngineCore(EngineConfig(**(fields | settings)), capacity)
 
 
@@ -69,8 +71,24 @@ def test_greedy_tokens_are_those_of_transformers_however_the_core_cuts_its_steps
     family: str, make_checkpoint: Any
 ) -> None:
     folder, model = make_checkpoint(family)
+    check_every_cut(folder, model, kernels="torch", block_size=BLOCK_SIZE)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dense", DENSE)
+def test_so_they_are_on_the_operations_in_c(dense: str, make_checkpoint: Any) -> None:
+    folder, model = make_checkpoint(dense, **wide(dense))
+    check_every_cut(folder, model, kernels="compiled", block_size=16)
+
+
+def check_every_cut(folder: Path, model: Any, *, kernels: Kernels, block_size: int) -> None:
+    """Check tokens in a batch, alone, in chunks, preempted, in little memory and with prefix hits."""
     config = EngineConfig(
-        num_threads=1, num_gpu_blocks_override=800, block_size=BLOCK_SIZE, max_model_len=MAX_MODEL_LEN
+        num_threads=1,
+        num_gpu_blocks_override=800,
+        block_size=block_size,
+        max_model_len=MAX_MODEL_LEN,
+        kernels=kernels,
     )
     runner = ModelRunner(config, folder)
     capacity = runner.start(lambda *call: None)
@@ -86,7 +104,7 @@ def test_greedy_tokens_are_those_of_transformers_however_the_core_cuts_its_steps
     assert run(runner, preempting, PROMPTS, preempts_at=9) == expected
     assert preempting.stats().num_preemptions > 0
 
-    least = max_blocks_for(capacity.kv_cache_groups, MAX_MODEL_LEN, BLOCK_SIZE, 16)
+    least = max_blocks_for(capacity.kv_cache_groups, MAX_MODEL_LEN, block_size, 16)
     tight = make_core(msgspec.structs.replace(capacity, num_kv_blocks=1 + 2 * least), max_num_batched_tokens=16)
     assert run(runner, tight, PROMPTS) == expected
 
