@@ -16,8 +16,9 @@ import trio
 
 from engine.client.input_processor import InputProcessor, Prompt, PromptInput, RequestOptions
 from engine.client.output_processor import Completion, CompletionOutput, RequestState, Usage
+from engine.client.stream import Reader
 from engine.client.tokenizer import Tokenizer
-from engine.errors import EngineDeadError, InvalidRequest, QueueFull, RequestAborted
+from engine.errors import InvalidRequest, QueueFull, RequestAborted
 from engine.outputs import FinishReason, RequestId
 from engine.protocol import EngineCoreOutput, EngineCoreRequest, SessionPart
 from engine.sampling_params import OutputKind, SamplingParams
@@ -129,7 +130,7 @@ class Door(NamedTuple):
     abort: Callable[[RequestState], None]
 
 
-class Session:
+class Session(Reader):
     """One session, for one sender and one reader; what `AsyncLLM.session` yields."""
 
     def __init__(
@@ -140,6 +141,7 @@ class Session:
         Raises:
             InvalidRequest: A parameter that a session cannot obey; the caller's fault.
         """
+        super().__init__()
         check_params(params)
         self._door = door
         self._tokenizer = tokenizer
@@ -149,8 +151,6 @@ class Session:
         self._sending = trio.Lock()
         self._is_closed = False
         self.state: SessionState | None = None
-        self.death: EngineDeadError | None = None
-        self.news = trio.Event()
 
     @property
     def usage(self) -> Usage:
@@ -199,12 +199,6 @@ class Session:
         else:
             self.close()
 
-    def wake(self, death: EngineDeadError | None = None) -> None:
-        """Tell readers to look again; called by the receive task."""
-        self.death = self.death or death
-        self.news.set()
-        self.news = trio.Event()
-
     def _begin(self, prompt: Prompt, params: SamplingParams) -> None:
         request = self._door.input_processor.make_session(prompt, params, self._options)
         self.state = SessionState(request, prompt.text, self._tokenizer, trio.current_time())
@@ -251,16 +245,7 @@ class Turn:
         Raises:
             EngineDeadError: The engine died before the turn's end.
         """
-        await trio.lowlevel.checkpoint()
-        while True:
-            news = self._completion.fetch()
-            if news is not None:
-                return news
-            if self._completion.is_finished:
-                raise StopAsyncIteration
-            if self._session.death is not None:
-                raise self._session.death
-            await self._session.news.wait()
+        return await self._session.next_of(self._completion)
 
     async def collect(self) -> CompletionOutput:
         """Read to the end and return the whole."""

@@ -5,7 +5,7 @@ A slow reader gets larger deltas, bounded by the request itself.
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Protocol, Self
 
 import trio
 
@@ -15,15 +15,62 @@ from engine.outputs import Logprobs
 from engine.sampling_params import OutputKind
 
 
-class Stream:
+class Source(Protocol):
+    """What the receive task fills, and one reader takes from."""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing more comes once all is fetched."""
+
+    def fetch(self) -> CompletionOutput | None:
+        """Return what came since the last call; None for nothing."""
+
+
+class Reader:
+    """Waits for what the receive task fills; that wakes it.
+
+    Attributes:
+        death: Why nothing more comes, once the engine has died.
+    """
+
+    def __init__(self) -> None:
+        """Start with nothing to read."""
+        self.death: EngineDeadError | None = None
+        self._news = trio.Event()
+
+    def wake(self, death: EngineDeadError | None = None) -> None:
+        """Tell who reads to look again; called by the receive task."""
+        self.death = self.death or death
+        self._news.set()
+        self._news = trio.Event()
+
+    async def next_of(self, source: Source) -> CompletionOutput:
+        """Wait for news of `source`; a cancelled wait loses nothing.
+
+        Raises:
+            StopAsyncIteration: It has ended.
+            EngineDeadError: The engine died before its end.
+        """
+        await trio.lowlevel.checkpoint()
+        while True:
+            news = source.fetch()
+            if news is not None:
+                return news
+            if source.is_finished:
+                raise StopAsyncIteration
+            if self.death is not None:
+                raise self.death
+            await self._news.wait()
+
+
+class Stream(Reader):
     """The outputs of one request as they come: an async iterator for one reader."""
 
     def __init__(self, state: RequestState, kind: OutputKind) -> None:
         """Read from `state`, which the receive task fills."""
+        super().__init__()
         self._state = state
         self._kind = kind
-        self._news = trio.Event()
-        self._death: EngineDeadError | None = None
 
     @property
     def request_id(self) -> str:
@@ -60,17 +107,7 @@ class Stream:
         Raises:
             EngineDeadError: The engine died before the request's end.
         """
-        await trio.lowlevel.checkpoint()
-        while True:
-            news = self._state.fetch()
-            if news is not None:
-                return news
-            if self._state.is_finished:
-                raise StopAsyncIteration
-            if self._death is not None:
-                raise self._death
-            self._news = trio.Event()
-            await self._news.wait()
+        return await self.next_of(self._state)
 
     @property
     def prompt_logprobs(self) -> Logprobs | None:
@@ -88,8 +125,3 @@ class Stream:
         return self._state.output(
             [CompletionOutput.join(parts) if parts else last for parts, last in zip(deltas, outputs, strict=True)]
         )
-
-    def wake(self, death: EngineDeadError | None = None) -> None:
-        """Tell the reader to look again; called by the receive task."""
-        self._death = self._death or death
-        self._news.set()
