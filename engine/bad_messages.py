@@ -15,10 +15,13 @@ from collections.abc import Callable
 from engine.errors import Cause, EngineDeadError
 from engine.outputs import FinishReason, RequestId
 from engine.protocol import (
+    AbortReason,
+    AbortRequest,
     Configure,
     EngineCoreOutput,
     EngineCoreOutputs,
     EngineCoreRequest,
+    SessionPart,
     StartProgress,
     UtilityCall,
     UtilityResult,
@@ -44,8 +47,12 @@ def refuse_bad_message(error: DecodeError) -> None:
     _report(error)
 
 
-def answer_bad_message(error: DecodeError, engine_index: int, send: Callable[[EngineCoreOutputs], None]) -> None:
+def answer_bad_message(
+    error: DecodeError, engine_index: int, send: Callable[[EngineCoreOutputs], None]
+) -> AbortRequest | None:
     """Send the client the end of its request, or the failure of its call; what is neither is reported alone.
+
+    A session of which a part is lost is to be aborted: that is returned.
 
     Raises:
         DecodeError: It is the configuration, which the engine can only wait for.
@@ -56,13 +63,17 @@ def answer_bad_message(error: DecodeError, engine_index: int, send: Callable[[En
         answer = EngineCoreOutputs(engine_index, 0, outputs=[output])
     elif tag == UtilityCall.__name__ and isinstance(asked, int):
         answer = EngineCoreOutputs(engine_index, 0, utility_results=[UtilityResult(asked, failure=Cause.of(error))])
+    elif tag == SessionPart.__name__ and isinstance(asked, str):
+        logger.error("a part of session %s cannot be decoded, which is aborted: %s", asked, error)
+        return AbortRequest([RequestId(asked)], AbortReason.CLIENT)
     elif tag == Configure.__name__:
         raise error
     else:
         _report(error)
-        return
+        return None
     logger.error("refused %s %s, which cannot be decoded: %s", tag, asked, error)
     send(answer)
+    return None
 
 
 def _report(error: DecodeError) -> None:

@@ -10,7 +10,14 @@ import pytest
 from engine.bad_messages import answer_bad_message, read_head, refuse_bad_message
 from engine.errors import EngineDeadError
 from engine.outputs import FinishReason, RequestId
-from engine.protocol import EngineCoreOutputs, EngineCoreRequest, UtilityCall
+from engine.protocol import (
+    AbortReason,
+    AbortRequest,
+    EngineCoreOutputs,
+    EngineCoreRequest,
+    SessionPart,
+    UtilityCall,
+)
 from engine.sampling_params import SamplingParams
 from transport.codec import DecodeError
 
@@ -39,6 +46,12 @@ def test_a_call_fails_with_the_reason_whatever_its_number(call_id: int) -> None:
     assert result.call_id == call_id
     assert result.failure is not None
     assert result.failure.message == "no"
+
+
+def test_a_session_that_lost_a_part_is_aborted() -> None:
+    payload = msgspec.msgpack.encode(SessionPart(RequestId("s"), [1, 2]))
+    abort = answer_bad_message(DecodeError("no", payload), 0, lambda answer: pytest.fail("it is no answer"))
+    assert abort == AbortRequest([RequestId("s")], AbortReason.CLIENT)
 
 
 def test_of_an_engine_only_the_progress_of_its_start_may_be_missed() -> None:

@@ -11,9 +11,10 @@ the socket.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable
 from types import UnionType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import trio
 from trio.lowlevel import cancel_shielded_checkpoint
@@ -26,8 +27,9 @@ T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
 T_contra = TypeVar("T_contra", contravariant=True)
 
-OnBadMessage = Callable[[DecodeError], None]
-"""Told of each message that was skipped; raises only what ends the receiving, and then what came with it is lost."""
+OnBadMessage = Callable[[DecodeError], Any]
+"""Told of each bad message once those before it are taken; returns what is to be received in its place, None for
+nothing; raises only what ends the receiving."""
 
 
 class _Channel(trio.abc.AsyncResource):
@@ -85,6 +87,7 @@ class _AnyReceiveChannel(_Channel, trio.abc.ReceiveChannel[T_co]):
     def __init__(self, socket: ZmqSocket, on_bad_message: OnBadMessage, owns_socket: bool) -> None:
         super().__init__(socket, owns_socket)
         self._on_bad_message = on_bad_message
+        self._undecoded: deque[list[Frame]] = deque()
 
     @abstractmethod
     def _decode(self, frames: list[Frame]) -> T_co: ...
@@ -106,8 +109,10 @@ class _AnyReceiveChannel(_Channel, trio.abc.ReceiveChannel[T_co]):
             trio.ClosedResourceError: The channel or its socket is closed, before or meanwhile.
         """
         self._check_open()
-        while not (values := self._decode_all(await self._socket.receive_many(limit))):
-            pass  # only bad messages so far
+        if self._undecoded:
+            await trio.lowlevel.checkpoint()
+        while not (values := self._decoded(limit)):
+            self._undecoded.extend(await self._socket.receive_many(limit))
         return values
 
     def receive_nowait(self) -> T_co:
@@ -118,17 +123,25 @@ class _AnyReceiveChannel(_Channel, trio.abc.ReceiveChannel[T_co]):
             trio.ClosedResourceError: The channel or its socket is closed.
         """
         self._check_open()
-        while not (values := self._decode_all([self._socket.receive_nowait()])):
-            pass  # a bad message
+        while not (values := self._decoded(1)):
+            self._undecoded.append(self._socket.receive_nowait())
         return values[0]
 
-    def _decode_all(self, messages: list[list[Frame]]) -> list[T_co]:
-        values = []
-        for frames in messages:
+    def _decoded(self, limit: int) -> list[T_co]:
+        """Decode at most `limit` messages, as far as the first bad one behind good ones: it is met in the next call."""
+        values: list[T_co] = []
+        while self._undecoded and len(values) < limit:
             try:
-                values.append(self._decode(frames))
+                values.append(self._decode(self._undecoded[0]))
             except DecodeError as error:
-                self._on_bad_message(error)
+                if values:
+                    break
+                self._undecoded.popleft()
+                instead: T_co | None = self._on_bad_message(error)
+                if instead is not None:
+                    values.append(instead)
+            else:
+                self._undecoded.popleft()
         return values
 
 

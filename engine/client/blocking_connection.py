@@ -21,6 +21,7 @@ import select
 import shutil
 import threading
 import time
+from collections.abc import Iterator
 
 from engine.bad_messages import refuse_bad_message
 from engine.client.interrupts import InterruptsHeld
@@ -97,19 +98,22 @@ class BlockingConnection:
         """
         return self._wait_for(self._pull, deadline_s)
 
-    def take(self) -> list[EngineMessage]:
-        """Return the messages that wait, without waiting; they are gone from here.
+    def take(self) -> Iterator[EngineMessage]:
+        """Yield the messages that wait, without waiting; they are gone from here.
 
         Raises:
-            EngineDeadError: One of them cannot be read; those before it are lost with it.
+            EngineDeadError: One of them cannot be read; those before it have been yielded.
         """
-        messages: list[EngineMessage] = []
-        while len(messages) < MAX_RECEIVED and (frames := self._pull.take()) is not None:
+        for _ in range(MAX_RECEIVED):
+            frames = self._pull.take()
+            if frames is None:
+                return
             try:
-                messages.append(self._decoder.decode(frames))
+                message = self._decoder.decode(frames)
             except DecodeError as error:
                 refuse_bad_message(error)
-        return messages
+            else:
+                yield message
 
     def wait_exit(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` for the process to end; what it still says stays unread."""

@@ -171,9 +171,11 @@ class SyncMPClient(SynchronousClient):
             if not self._received and not self._connection.wait(deadline_s):
                 return False
             with InterruptsHeld():
-                self._received.extend(self._connection.take())
-                while self._received:
-                    self._take_in(self._received.popleft())
+                try:
+                    self._received.extend(self._connection.take())
+                finally:  # what came before a message that cannot be read counts
+                    while self._received:
+                        self._take_in(self._received.popleft())
         except EngineDeadError as death:
             self._end(death)
         return True

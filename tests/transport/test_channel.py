@@ -52,6 +52,31 @@ async def test_a_channel_carries_typed_messages_with_arrays(pair):
     assert not picture.pixels.flags.writeable
 
 
+async def test_what_came_before_a_bad_message_that_ends_the_receiving_is_received_first(pair):
+    push, pull = pair
+    receiver = ReceiveChannel[Message](pull, Message, on_bad_message=refuse_bad)
+    sender = SendChannel[Message](push)
+    with trio.fail_after(5):
+        await sender.send(Ping(1))
+        await sender.send(Ping(2))
+        push.send_nowait([b"\xc1"])
+        await sender.send(Ping(3))
+        received = []
+        with pytest.raises(AssertionError, match="no bad message"):  # noqa: PT012
+            while True:
+                received += await receiver.receive_many()
+        assert received == [Ping(1), Ping(2)]
+        assert await receiver.receive() == Ping(3)
+
+
+async def test_something_else_may_be_received_in_a_bad_messages_place(pair):
+    push, pull = pair
+    receiver = ReceiveChannel[Message](pull, Message, on_bad_message=lambda error: Ping(7))
+    push.send_nowait([b"\xc1"])
+    with trio.fail_after(5):
+        assert await receiver.receive() == Ping(7)
+
+
 async def test_a_bad_message_costs_itself_alone(pair):
     push, pull = pair
     bad = []
