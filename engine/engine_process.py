@@ -204,9 +204,8 @@ class ProcessConnection:
         for message in messages:
             self._processes[message.engine_index].follow(message)
         if self._folder is not None and all(process.has_spoken for process in self._processes):
-            shutil.rmtree(
-                self._folder, ignore_errors=True
-            )  # all ends are connected: from here on no kill can leave it behind
+            # All ends are connected: from here on no kill can leave it behind.
+            shutil.rmtree(self._folder, ignore_errors=True)
             self._folder = None
         self._is_starting = any(process.phase for process in self._processes)
         return messages

@@ -93,7 +93,7 @@ class AsyncMPClient(EngineCoreClient):
         if self.death is not None:
             raise self.death
         if part.request_id in self._live:
-            self._connection.send(part, self.ready.engine_index)
+            self._send(part)
 
     def abort_requests(self, request_ids: Iterable[RequestId], reason: AbortReason) -> None:
         """Send an abort for those of the ids that are live, in one message with all that are aborted at this moment."""
