@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -14,33 +13,7 @@ import engine
 from engine.client.async_llm import AsyncLLM
 from engine.protocol import AbortRequest, Resume, StepsRead, UtilityCall
 from engine.sampling_params import SamplingParams
-
-
-class CancelAtStep(trio.abc.Instrument):
-    """Cancels a scope just before the n-th time its task runs."""
-
-    def __init__(self, scope: trio.CancelScope, at_step: int) -> None:
-        self._scope = scope
-        self._left = at_step
-        self._task = trio.lowlevel.current_task()
-
-    def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        if task is self._task:
-            self._left -= 1
-            if self._left == 0:
-                self._scope.cancel()
-
-
-async def cancelled_at(step: int, act: Callable[[], Awaitable[None]]) -> bool:
-    """Run `act`, cancelled before its `step`-th step; return whether it was."""
-    with trio.CancelScope() as scope:
-        instrument = CancelAtStep(scope, step)
-        trio.lowlevel.add_instrument(instrument)
-        try:
-            await act()
-        finally:
-            trio.lowlevel.remove_instrument(instrument)
-    return scope.cancelled_caught
+from fuzz.injection import cancelled_at
 
 
 async def assert_nothing_is_left(llm: AsyncLLM) -> None:
@@ -60,7 +33,7 @@ async def test_a_stream_cancelled_at_any_checkpoint_leaves_nothing(prompt: list[
                     pass
 
         step = 1
-        while await cancelled_at(step, act):
+        while (await cancelled_at(step, act)).was_cancelled:
             await assert_nothing_is_left(llm)
             step += 1
         assert step > 6, "the act has more checkpoints than that"
@@ -83,7 +56,7 @@ async def test_an_engine_opened_and_cancelled_at_any_checkpoint_leaves_nothing()
             await llm.chat([{"role": "user", "content": "hi"}], SamplingParams(max_tokens=3))
 
     step = 1
-    while await cancelled_at(step, act):
+    while (await cancelled_at(step, act)).was_cancelled:
         step += 1
     assert step > 10
 

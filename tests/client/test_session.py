@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from engine.errors import (
 from engine.outputs import FinishReason
 from engine.sampling_params import OutputKind, SamplingParams
 from engine.testing import expected_tokens
+from fuzz.injection import cancelled_at
 
 GREEDY = SamplingParams(temperature=0, max_tokens=3)
 LONG = SamplingParams(temperature=0, max_tokens=4000)
@@ -178,7 +179,7 @@ async def test_a_session_cancelled_at_any_checkpoint_leaves_nothing() -> None:
                         pass
 
         step = 1
-        while await cancelled_before(step, act):
+        while (await cancelled_at(step, act)).was_cancelled:
             await assert_nothing_is_left(llm)
             step += 1
         assert step > 6
@@ -271,29 +272,3 @@ async def test_a_death_reaches_who_reads_and_who_would_send(num_engines: int) ->
             for session in (reading, waiting):
                 with pytest.raises(EngineDeadError, match="SIGKILL"):
                     await session.send([65])
-
-
-class _CancelAtStep(trio.abc.Instrument):
-    """Cancels a scope just before the n-th time its task runs."""
-
-    def __init__(self, scope: trio.CancelScope, at_step: int) -> None:
-        self._scope = scope
-        self._left = at_step
-        self._task = trio.lowlevel.current_task()
-
-    def before_task_step(self, task: trio.lowlevel.Task) -> None:
-        self._left -= task is self._task
-        if self._left == 0:
-            self._scope.cancel()
-
-
-async def cancelled_before(step: int, act: Callable[[], Any]) -> bool:
-    """Run `act`, cancelled before its `step`-th step; return whether it was."""
-    with trio.CancelScope() as scope:
-        instrument = _CancelAtStep(scope, step)
-        trio.lowlevel.add_instrument(instrument)
-        try:
-            await act()
-        finally:
-            trio.lowlevel.remove_instrument(instrument)
-    return scope.cancelled_caught

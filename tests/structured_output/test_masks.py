@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import random
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,22 +16,9 @@ from engine.structured_output.grammar import new_bitmasks
 from engine.structured_output.llguidance_backend import LLGuidanceGrammar
 from engine.structured_output.manager import StructuredOutputManager
 from engine.structured_output.vocabulary import Vocabulary, pack_bits
+from fuzz.text import FORMS
 from tests.structured_output.conftest import BYTES, allowed, start
 
-SCHEMA = {
-    "type": "object",
-    "properties": {"name": {"type": "string", "maxLength": 12}, "size": {"enum": ["S", "M"]}, "n": {"type": "number"}},
-    "required": ["name", "size"],
-}
-TAG = {"structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}], "triggers": ["<f"]}
-KINDS: dict[str, dict[str, Any]] = {
-    "json": {"json": SCHEMA},
-    "json_object": {"json_object": True},
-    "regex": {"regex": "([a-zé]+ ){1,3}[0-9]{2,4}|é?"},
-    "choice": {"choice": ["yes", "yes, really", "no", "né😀"]},
-    "grammar": {"grammar": 'start: (WORD | "(" start ")")+\nWORD: /[a-z]{1,9}/\n%ignore / +/'},
-    "structural_tag": {"structural_tag": TAG},
-}
 EOS = (2, 7)
 
 
@@ -111,12 +97,12 @@ def word_pieces() -> Tokenizer:
     return Tokenizer(backend, {}, [2])
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FORMS)
 def test_masks_of_a_kind_along_drawn_texts_over_bytes_and_pieces(kind: str) -> None:
     pieces = sentence_pieces()
     for vocabulary in (BYTES, Vocabulary.of(pieces, pieces.vocab_size + 40)):
         draw = random.Random(kind)
-        grammar = start(KINDS[kind], vocabulary, eos_token_ids=EOS[:1], stop_token_ids=EOS[1:])
+        grammar = start(FORMS[kind], vocabulary, eos_token_ids=EOS[:1], stop_token_ids=EOS[1:])
         for _ in range(40):
             choices = [i for i in assert_mask_is_what_is_accepted(grammar, vocabulary) if i not in EOS]
             if grammar.is_finished or not choices:
@@ -125,12 +111,12 @@ def test_masks_of_a_kind_along_drawn_texts_over_bytes_and_pieces(kind: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", FORMS)
 def test_masks_of_a_kind_over_the_whole_vocabulary_of_the_default_model(
     kind: str, smollm2_tokenizer: Tokenizer, smollm2_vocabulary: Vocabulary
 ) -> None:
     draw = random.Random(kind)
-    grammar = start(KINDS[kind], smollm2_vocabulary, eos_token_ids=smollm2_tokenizer.eos_token_ids)
+    grammar = start(FORMS[kind], smollm2_vocabulary, eos_token_ids=smollm2_tokenizer.eos_token_ids)
     for _ in range(2):
         choices = assert_mask_is_what_is_accepted(grammar, smollm2_vocabulary)
         silent = smollm2_tokenizer.special_token_ids - {*smollm2_tokenizer.eos_token_ids}
