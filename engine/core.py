@@ -197,12 +197,22 @@ class EngineCore:
         can run (`waits_for` says why) and no end is left to be told. The plan refers to buffers of the requests that
         do not change while it is in flight.
         """
-        self._now = now
-        self._end_overdue(now)
+        self.end_overdue(now)
         plan = self._scheduler.schedule(now, tuple(self._finished_ids))
         if plan is not None:
             self._finished_ids.clear()
         return plan
+
+    def end_overdue(self, now: float) -> None:
+        """End whoever has waited for its first step longer than --queue-timeout allows, as `plan` does."""
+        self._now = now
+        while (request := self._queue_deadlines.pop_overdue(now)) is not None:
+            reason = f"behind {len(self._scheduler.running)} that run: try later"
+            if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+                reason = "for its grammar was not compiled: try a simpler one"
+            message = f"the request waited for its first step longer than --queue-timeout {self.config.queue_timeout}"
+            cause = Cause("QueueTimeout", f"{message} seconds, {reason}")
+            self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
 
     def grammar_masks(self, plan: SchedulerOutput) -> GrammarMasks | None:
         """Return the masks of the plan's `grammar_rows`, or None where it has none.
@@ -374,7 +384,7 @@ class EngineCore:
 
     @property
     def next_deadline(self) -> float:
-        """When `plan` must be called again at the latest although nothing else happened; infinity for never."""
+        """When `plan` or `end_overdue` must be called although nothing else happened; infinity for never."""
         return self._queue_deadlines.next
 
     def stats(self) -> SchedulerStats:
@@ -408,15 +418,6 @@ class EngineCore:
         self._scheduler.check_invariants(live.difference(blocked))
 
     # The ways out
-
-    def _end_overdue(self, now: float) -> None:
-        while (request := self._queue_deadlines.pop_overdue(now)) is not None:
-            reason = f"behind {len(self._scheduler.running)} that run: try later"
-            if request.status is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
-                reason = "for its grammar was not compiled: try a simpler one"
-            message = f"the request waited for its first step longer than --queue-timeout {self.config.queue_timeout}"
-            cause = Cause("QueueTimeout", f"{message} seconds, {reason}")
-            self._finish(request, RequestStatus.FINISHED_ERROR, cause=cause)
 
     def _unblock(self, request: Request) -> None:
         """Let a request wait for its step that waited for something else."""

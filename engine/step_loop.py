@@ -6,13 +6,13 @@ the executor's depth; commits come in plan order. Where there is work and no pla
 that state. Nothing here polls; a step that does not end is the watchdog's business (watchdog.py).
 
 An engine whose client does not read holds still: no step is launched while MAX_STEPS_AHEAD are unread. Aborts and
-verbs are taken then as ever, and nothing is held once it is to stop, for then all that is left is to be told.
+verbs are taken and --queue-timeout is kept then as ever, and nothing is held once it is to stop, for then all that is
+left is to be told.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -108,6 +108,8 @@ class StepLoop:
                 in_flight[-1].execution.sample(core.grammar_masks(plan))
                 self._failures.launched(plan)
                 self._take_inputs()
+            if self._is_held:  # so that no plan did it
+                core.end_overdue(trio.current_time())
             self._tell(is_quiet=not in_flight)
             self._watchdog.expect(self._is_step_pending)
             if in_flight:
@@ -115,7 +117,7 @@ class StepLoop:
             elif self._is_stopping and not (core.has_work or self.utilities.num_on_runner):
                 return
             else:
-                await self._inbox.wait(math.inf if self._is_held else core.next_deadline)
+                await self._inbox.wait(core.next_deadline)
 
     @property
     def _is_held(self) -> bool:

@@ -91,14 +91,16 @@ async def test_the_watchdog_takes_a_reader_that_is_away_for_no_hang() -> None:
         assert harness.last_word is None
 
 
-async def test_a_queue_timeout_that_passes_meanwhile_is_told_once_steps_go_on() -> None:
+async def test_a_queue_timeout_ends_a_request_also_while_nothing_is_read() -> None:
     async with running(max_num_seqs=2, queue_timeout=0.05) as harness:
         await hold(harness)
-        harness.add("late", [67], LONG)
-        await trio.sleep(0.1)
-        assert await harness.call(GetStats())
+        for name in ("late", "later"):
+            harness.add(name, [67], LONG)
+        await harness.read_until(lambda: len(harness.ends) == 2)
+        assert harness.step == MAX_STEPS_AHEAD
+        for end in harness.ends.values():
+            assert end.error is not None
+            assert end.error.type == "QueueTimeout"
         harness.says_what_it_reads = True
         harness.send(StepsRead(harness.step))
-        await harness.read_until(lambda: len(harness.ends) == 3)
-        assert harness.ends["late"].error is not None
-        assert harness.ends["late"].error.type == "QueueTimeout"
+        await harness.read_until(lambda: len(harness.ends) == 4)

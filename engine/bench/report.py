@@ -38,6 +38,10 @@ class Report:
         """Add one figure."""
         self._figures[name] = (value, unit)
 
+    def add_verdict(self, name: str, holds: bool) -> None:
+        """Add whether what was found is within a bound."""
+        self._figures[name] = (holds, "")
+
     def add_times(self, name: str, times_s: Sequence[float]) -> None:
         """Add how times, in seconds, are distributed; shown in milliseconds. None are shown as nothing."""
         columns = ["mean_ms", *(f"p{percentile}_ms" for percentile in PERCENTILES), "max_ms"]
@@ -106,4 +110,6 @@ def _key(name: str, unit: str) -> str:
 
 
 def _number(value: float) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return f"{value}" if isinstance(value, int) else f"{value:.0f}" if value >= 1000 else f"{value:.3g}"
