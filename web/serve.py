@@ -32,7 +32,7 @@ from engine.config import ServeConfig
 from web.access import api_key_of
 from web.app import MAX_BODY_BYTES, create_app
 from web.guard import Connection
-from web.listeners import address_of
+from web.listeners import EagerListener, address_of
 from web.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,8 @@ async def serve(
     server = _Server(app)
     async with trio.open_nursery() as connections:
         async with trio.open_nursery() as accepting:
-            serving = partial(trio.serve_listeners, server.handle, listeners, handler_nursery=connections)
+            eager = [EagerListener(listener) for listener in listeners]
+            serving = partial(trio.serve_listeners, server.handle, eager, handler_nursery=connections)
             await accepting.start(serving)
             task_status.started([address_of(listener) for listener in listeners])
             await shutdown_trigger()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import stat
@@ -11,7 +12,7 @@ import trio
 
 from engine.config import ServeConfig
 from engine.errors import ConfigError
-from web.listeners import address_of, open_listeners
+from web.listeners import MAX_ACCEPTED_AT_ONCE, EagerListener, address_of, open_listeners
 
 
 @pytest.fixture
@@ -103,3 +104,30 @@ async def test_a_host_that_is_no_address_of_this_machine_is_what_the_message_spe
     with pytest.raises(ConfigError, match=r"cannot listen on .*; choose a --host that is an address of this machine"):
         async with open_listeners(ServeConfig(host=host, port=0)):
             pass
+
+
+@pytest.mark.parametrize("is_unix", [False, True])
+async def test_all_connections_that_wait_are_accepted_in_a_few_turns_of_the_loop(path, is_unix):
+    num_clients = 3 * MAX_ACCEPTED_AT_ONCE + 1
+    config = ServeConfig(uds=str(path)) if is_unix else ServeConfig(host="127.0.0.1", port=0)
+    async with open_listeners(config) as listeners, EagerListener(listeners[0]) as listener:
+        name = listeners[0].socket.getsockname()
+        family = listeners[0].socket.family
+        with contextlib.ExitStack() as clients:
+            for _ in range(num_clients):
+                clients.enter_context(socket.socket(family)).connect(name)
+            num_turns = 0
+
+            async def count_turns():
+                nonlocal num_turns
+                while True:
+                    await trio.lowlevel.checkpoint()
+                    num_turns += 1
+
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(count_turns)
+                accepted = [await listener.accept() for _ in range(num_clients)]
+                nursery.cancel_scope.cancel()
+            assert num_turns <= 2 * 4
+            for stream in accepted:
+                await stream.aclose()
