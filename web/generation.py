@@ -96,7 +96,7 @@ class Generation:
             ServerStopping: The server stopped meanwhile.
             EngineDeadError: There is no engine any more.
         """
-        scope.stack.enter_context(self._state.answering(self._abort, (self._id, scope.request_id)))
+        scope.stack.enter_context(self._state.answering(self._stream_labels, (self._id, scope.request_id)))
         self._state.engine.check_room(len(prompts) * self._n)
         for index, prompt in enumerate(prompts):
             request_id = self._id if len(prompts) == 1 else f"{self._id}-{index}"
@@ -135,9 +135,8 @@ class Generation:
         first = await encode_next(float("inf"))
         return self._events(first, partial(encode_next, sse.KEEP_ALIVE_S), include_usage)
 
-    def _abort(self) -> None:
-        for stream in self._streams:
-            self._state.engine.abort(stream.request_id)
+    def _stream_labels(self) -> list[str]:
+        return [stream.request_id for stream in self._streams]
 
     async def _events(
         self, first: bytes | None, encode_next: Callable[[], Awaitable[bytes | None]], include_usage: bool

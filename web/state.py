@@ -31,7 +31,7 @@ class ServerState:
         self.created = int(time.time())
         self.stopping = False
         self.aborting = False
-        self._aborts: dict[Callable[[], None], frozenset[str]] = {}
+        self._open: dict[Callable[[], Iterable[str]], frozenset[str]] = {}
         self._idle = trio.Event()
         self._ended_by_stop: set[trio.CancelScope] = set()
 
@@ -43,7 +43,7 @@ class ServerState:
     @property
     def num_open_requests(self) -> int:
         """Accepted generation requests whose answer is not yet handed to the network."""
-        return len(self._aborts)
+        return len(self._open)
 
     def stop(self) -> None:
         """Take no new work from now on. Idempotent."""
@@ -81,32 +81,33 @@ class ServerState:
             raise ModelNotFound(f"model {model!r} is not served here; use {self.model_name!r}", param="model")
 
     @contextlib.contextmanager
-    def answering(self, abort: Callable[[], None], labels: Iterable[str] = ()) -> Iterator[None]:
-        """Count one accepted request as open during the block; `abort_all` may call its `abort`.
+    def answering(self, stream_labels: Callable[[], Iterable[str]], labels: Iterable[str] = ()) -> Iterator[None]:
+        """Count one accepted request as open during the block; `abort_all` may end its streams, by their labels.
 
-        So may `abort_labelled` by one of its `labels`, which others may bear too.
+        So may `abort_labelled` by one of the request's `labels`, which others may bear too.
         """
-        self._aborts[abort] = frozenset(labels)
+        self._open[stream_labels] = frozenset(labels)
         try:
             yield
         finally:
-            del self._aborts[abort]
-            if not self._aborts:
+            del self._open[stream_labels]
+            if not self._open:
                 self._idle.set()
                 self._idle = trio.Event()
 
     def abort_all(self) -> None:
         """Abort every accepted request; each still gets its terminal event, or 503 if it has not begun."""
         self.aborting = True
-        for abort in self._aborts:
-            abort()
+        self._abort(self._open)
 
     def abort_labelled(self, labels: frozenset[str]) -> int:
         """Abort the accepted requests that bear one of `labels`; return how many."""
-        named = [abort for abort, own in self._aborts.items() if own & labels]
-        for abort in named:
-            abort()
+        named = [stream_labels for stream_labels, own in self._open.items() if own & labels]
+        self._abort(named)
         return len(named)
+
+    def _abort(self, requests: Iterable[Callable[[], Iterable[str]]]) -> None:
+        self.engine.abort(*(label for stream_labels in requests for label in stream_labels()))
 
     def give_up(self, waited_s: float) -> None:
         """Count an engine that does not answer as dead: open streams get their error event at once."""
@@ -115,5 +116,5 @@ class ServerState:
 
     async def wait_idle(self) -> None:
         """Wait until no accepted request is open."""
-        while self._aborts:
+        while self._open:
             await self._idle.wait()

@@ -152,7 +152,8 @@ class AsyncLLM(AsyncVerbs):
 
     def abort(self, *request_ids: str) -> int:
         """End every request with one of these labels; its reader gets a last output, reason abort. Returns how many."""
-        states = {id(state): state for state, _ in self._slots.values() if state.request_id in request_ids}
+        labels = set(request_ids)
+        states = {id(state): state for state, _ in self._slots.values() if state.request_id in labels}
         for state in states.values():
             self._abort_state(state, AbortReason.CLIENT, told=True)
         return len(states)

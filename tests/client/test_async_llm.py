@@ -14,6 +14,7 @@ from engine.client.async_llm import AsyncLLM
 from engine.protocol import AbortRequest, Resume, StepsRead, UtilityCall
 from engine.sampling_params import SamplingParams
 from fuzz.injection import cancelled_at
+from web.state import ServerState
 
 
 async def assert_nothing_is_left(llm: AsyncLLM) -> None:
@@ -129,3 +130,34 @@ async def test_streams_that_are_left_at_one_moment_are_one_message_and_what_is_s
         assert await llm.reset_prefix_cache() in (True, False)
         kinds = [type(message) for message in connection.sent if not isinstance(message, StepsRead)]
         assert kinds[-2:] == [AbortRequest, UtilityCall]
+
+
+class CountedLabel(str):
+    """A label that counts how often any label is looked at."""
+
+    __slots__ = ()
+    num_looks = 0
+
+    def __eq__(self, other: object) -> bool:
+        CountedLabel.num_looks += 1
+        return super().__eq__(other)
+
+    def __hash__(self) -> int:
+        CountedLabel.num_looks += 1
+        return super().__hash__()
+
+
+async def test_ending_all_requests_looks_at_each_a_few_times_however_many_there_are() -> None:
+    num_requests = 60
+    async with engine.open_engine("null", isolation="thread") as llm, contextlib.AsyncExitStack() as streams:
+        state = ServerState(llm)
+        for index in range(num_requests):
+            label = CountedLabel(f"request-{index}")
+            generating = llm.generate([65] * 20, SamplingParams(max_tokens=8000), request_id=label)
+            stream = await streams.enter_async_context(generating)
+            streams.enter_context(state.answering(lambda label=label: [label]))
+        CountedLabel.num_looks = 0
+        state.abort_all()
+        assert 0 < CountedLabel.num_looks <= 5 * num_requests
+        assert (await stream.collect()).outputs[0].finish_reason == "abort"
+        await assert_nothing_is_left(llm)
