@@ -67,7 +67,8 @@ async def open_engine(
 
     Live streams get a last output with reason abort when the block is left; `settings` are the fields of
     `EngineConfig`. `progress` is called with (phase, done, total) while the engine starts. With `data_parallel_size`
-    N there are N engines, each a process of its own, which share the requests.
+    N there are N engines, each a process of its own, which share the requests. A cancelled start ends the process at
+    once; with isolation "thread" it ends when the model is loaded, see `InlineExecutor.start`.
 
     Raises:
         ConfigError: A setting is wrong or the model cannot be had.

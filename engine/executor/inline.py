@@ -34,7 +34,10 @@ class InlineExecutor:
     async def start(self, config: EngineConfig, progress: Progress) -> Capacity:
         """Start the thread and the runner on it; `progress` is called in the Trio thread and must not raise.
 
-        Cannot be cancelled, as loading cannot be interrupted; no call of `progress` comes after the return.
+        Cannot be cancelled: a thread that reads weights in C, or waits for the compiler of the operations, is ended by
+        nothing but the end of its process. A cancelled start ends once that is done: seconds, at most COMPILE_TIMEOUT_S
+        of kernels/library.py for each set of instructions that is tried. Whoever may have to give up a start at once
+        runs the engine in a process, whose whole group is killed. No call of `progress` comes after the return.
 
         Raises:
             ConfigError: The configuration cannot be had on this machine.
