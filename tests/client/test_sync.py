@@ -322,6 +322,26 @@ def test_what_the_engine_said_before_it_died_is_still_read(client: SyncMPClient)
         read_on(client)
 
 
+def test_what_came_before_a_message_that_cannot_be_read_counts(
+    client: SyncMPClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request([65], SamplingParams(temperature=0, max_tokens=5))
+    client.add_request(asked)
+    connection = client._connection
+    frames = []
+    while b"length" not in b"".join(map(bytes, frames[-1] if frames else [])):
+        assert connection.wait(time.monotonic() + 5)
+        frames.append(connection._pull.take())
+    with monkeypatch.context() as patched:
+        patched.setattr(connection, "wait", lambda deadline_s: True)
+        patched.setattr(connection._pull, "take", iter([*frames, [b"\xc1"]]).__next__)
+        messages = [client.get_output() for _ in frames]
+        with pytest.raises(EngineDeadError, match="cannot be decoded"):
+            client.get_output()
+    assert tokens_of(messages, asked.request_id) == expected_tokens([65], asked.sampling_params, 5)
+    assert client.num_live == 0
+
+
 def test_an_engine_that_does_not_stop_is_killed_and_said_so() -> None:
     client = make_client(null_step_ms=30000)
     client.add_request(request([65]))
