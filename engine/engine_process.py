@@ -192,7 +192,7 @@ class ProcessConnection:
 
     def _take_waiting(self) -> list[EngineMessage]:
         messages = []
-        with suppress(trio.WouldBlock):
+        with suppress(trio.WouldBlock, EngineDeadError):  # one that cannot be read: a dead engine's end is told anyway
             while True:
                 messages.append(self._receiver.receive_nowait())
         return messages

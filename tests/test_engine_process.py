@@ -16,9 +16,10 @@ import trio
 import engine
 from engine.config import EngineConfig
 from engine.engine_process import ProcessConnection, identity_of
-from engine.errors import ConfigError, EngineDeadError, MetronomeError, ModelError
-from engine.protocol import PROTOCOL_VERSION, EngineHello
+from engine.errors import Cause, ConfigError, EngineDeadError, MetronomeError, ModelError
+from engine.protocol import PROTOCOL_VERSION, EngineCoreOutputs, EngineHello
 from transport.channel import SendChannel
+from transport.codec import Encoder
 from transport.zmq_socket import SocketKind, ZmqSocket, open_context
 
 pytestmark = pytest.mark.slow
@@ -177,4 +178,20 @@ async def test_a_hello_that_cannot_be_decoded_ends_the_start_by_name() -> None:
             await dealer.send([b"\x93good day"])
             with trio.fail_after(5), pytest.raises(EngineDeadError, match="a hello that cannot be decoded"):
                 await connection.greet(EngineConfig(model="null"))
+    shutil.rmtree(folder)
+
+
+async def test_what_a_dead_engine_said_before_a_message_that_cannot_be_read_counts() -> None:
+    folder = tempfile.mkdtemp()
+    async with open_context() as context:
+        router, pull = ZmqSocket(context, SocketKind.ROUTER), ZmqSocket(context, SocketKind.PULL)
+        async with router, pull:
+            connection = ProcessConnection(router, pull, 1, folder)
+            said = [EngineCoreOutputs(0, step) for step in (1, 2)]
+            frames = [Encoder().encode(message) for message in said]
+            connection._receiver._undecoded.extend([*frames, [b"\xc1"]])
+            connection._dead = lambda: EngineDeadError(Cause("EngineDied", "engine-0 was killed"))
+            assert await connection.receive() == said
+            with pytest.raises(EngineDeadError, match="engine-0 was killed"):
+                await connection.receive()
     shutil.rmtree(folder)
