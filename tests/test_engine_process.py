@@ -194,4 +194,3 @@ async def test_what_a_dead_engine_said_before_a_message_that_cannot_be_read_coun
             assert await connection.receive() == said
             with pytest.raises(EngineDeadError, match="engine-0 was killed"):
                 await connection.receive()
-    shutil.rmtree(folder)
