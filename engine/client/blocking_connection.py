@@ -99,7 +99,7 @@ class BlockingConnection:
         return self._wait_for(self._pull, deadline_s)
 
     def take(self) -> Iterator[EngineMessage]:
-        """Yield the messages that wait, without waiting; they are gone from here.
+        """Yield the messages that wait, without waiting; what was yielded is gone from here, and nothing else.
 
         Raises:
             EngineDeadError: One of them cannot be read; those before it have been yielded.

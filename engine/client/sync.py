@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Iterable
 from typing import Any
 
@@ -53,7 +52,6 @@ class SyncMPClient(SynchronousClient):
             RuntimeError: Not called from the main thread.
         """
         self._connection = connection = BlockingConnection(engine_index)
-        self._received: deque[EngineMessage] = deque()
         self._answers: dict[int, UtilityResult | None] = {}
         self._num_calls = 0
         self._told_step = 0
@@ -146,9 +144,8 @@ class SyncMPClient(SynchronousClient):
         """Follow the engine's start to READY; raises what stopped it."""
         while True:
             self._connection.wait()
-            self._received.extend(self._connection.take())
-            while self._received:
-                match message := self._received.popleft():
+            for message in self._connection.take():
+                match message:
                     case StartProgress(phase, done, total):
                         self._connection.phase = f"{phase} {done}/{total}" if total else phase
                         progress(phase, done, total)
@@ -168,14 +165,11 @@ class SyncMPClient(SynchronousClient):
     def _receive(self, deadline_s: float) -> bool:
         """Wait for messages and take them in; False at the deadline. Interrupted, it has taken none."""
         try:
-            if not self._received and not self._connection.wait(deadline_s):
+            if not self._connection.wait(deadline_s):
                 return False
             with InterruptsHeld():
-                try:
-                    self._received.extend(self._connection.take())
-                finally:  # what came before a message that cannot be read counts
-                    while self._received:
-                        self._take_in(self._received.popleft())
+                for message in self._connection.take():
+                    self._take_in(message)
         except EngineDeadError as death:
             self._end(death)
         return True
