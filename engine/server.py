@@ -100,12 +100,13 @@ class EngineCoreServer:
             tell = self._outbox_send.send_nowait
             steps = StepLoop(core, self._config, self._executor, self._inbox, tell, self._watchdog, self._engine_index)
             services.start_soon(steps.grammars.run)
+            services.start_soon(
+                steps.utilities.run
+            )  # which ends with the runner's answer, and no last word waits for it
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._send_task)
-                nursery.start_soon(steps.utilities.run)
                 with telling(f"engine {self._engine_index}", lambda: steps.describe(self._num_unsent)):
                     await self._watched(steps)
-                steps.utilities.close()
         except Exception as error:  # the step's door: whatever broke is the engine's end, with its cause
             return self._cause_of(error)
         finally:

@@ -71,7 +71,7 @@ class Utilities:
         return len(self._on_runner) + len(self._line)
 
     async def run(self) -> None:
-        """Ask the runner, until `close`.
+        """Ask the runner, until cancelled; what it was asked for is waited for.
 
         Raises:
             ExecutorDead: The runner was lost.
@@ -88,10 +88,6 @@ class Utilities:
                 self._ended.append((running, partial(running.operation.send, answer)))
             self.runner_asked_s = math.inf
             self._wake()
-
-    def close(self) -> None:
-        """End `run` after what the runner was asked for."""
-        self._to_runner.close()
 
     def begin(self, call: UtilityCall) -> None:
         """Run `call` as far as it goes without waiting."""

@@ -12,6 +12,7 @@ import trio
 import trio.testing
 
 from engine import verbs
+from engine.core import EngineCore
 from engine.errors import ExecutorDead
 from engine.executor import runner_verbs
 from engine.executor.null import NullModelRunner
@@ -125,6 +126,26 @@ async def test_a_worker_lost_in_a_verb_is_the_engines_end(monkeypatch: pytest.Mo
         await harness.read_until(lambda: harness.last_word is not None)
         assert isinstance(harness.last_word, EngineDead)
         assert harness.last_word.cause.type == "ExecutorDead"
+
+
+async def test_an_engine_that_fails_says_so_though_its_runner_is_at_a_verb(
+    held_ping: tuple[threading.Event, threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(core: EngineCore, request_ids: object, reason: object) -> None:
+        raise RuntimeError("broken")
+
+    inside, may_go_on = held_ping
+    async with running() as harness:
+        harness.send(UtilityCall(1, verbs.CollectiveRpc("ping")))
+        await trio.to_thread.run_sync(inside.wait)
+        monkeypatch.setattr(EngineCore, "abort", fail)
+        harness.send(AbortRequest([RequestId("anybody")]))
+        try:
+            await harness.read_until(lambda: harness.last_word is not None)
+        finally:
+            may_go_on.set()
+        assert isinstance(harness.last_word, EngineDead)
+        assert harness.last_word.cause.message == "broken"
 
 
 async def test_a_slow_verb_of_the_runner_holds_steps_up_but_neither_aborts_nor_other_verbs(
