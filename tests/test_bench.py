@@ -133,8 +133,8 @@ def test_the_perplexity_of_a_text_is_what_its_tokens_logprobs_give(byte_llama: P
         ("serve", ["--num-prompts", "6", "--num-streams", "3"], ["output_throughput_tokens_per_s"], ["times"]),
         (
             "abort",
-            ["--num-streams", "4", "--rounds", "2", "--within-ms", "50"],
-            ["cuts", "seen_to_free_p99_in_steps"],
+            ["--num-streams", "4", "--max-num-seqs", "3", "--rounds", "2", "--within-ms", "50"],
+            ["cuts", "releases", "seen_to_free_p99_in_steps"],
             ["times"],
         ),
     ],
