@@ -100,9 +100,7 @@ class EngineCoreServer:
             tell = self._outbox_send.send_nowait
             steps = StepLoop(core, self._config, self._executor, self._inbox, tell, self._watchdog, self._engine_index)
             services.start_soon(steps.grammars.run)
-            services.start_soon(
-                steps.utilities.run
-            )  # which ends with the runner's answer, and no last word waits for it
+            services.start_soon(steps.utilities.run)  # it may be at the runner, whose answer no last word waits for
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._send_task)
                 with telling(f"engine {self._engine_index}", lambda: steps.describe(self._num_unsent)):
