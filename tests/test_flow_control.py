@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import trio
 
@@ -18,7 +20,7 @@ from engine.protocol import (
 )
 from engine.sampling_params import SamplingParams
 from engine.testing import expected_tokens
-from engine.verbs import DumpTasks, GetStats
+from engine.verbs import DumpTasks, GetStats, ResetPrefixCache, Resume, Sleep, WakeUp
 from tests.server_client import Harness, running
 
 LONG = SamplingParams(temperature=0, max_tokens=3 * MAX_STEPS_AHEAD)
@@ -104,3 +106,60 @@ async def test_a_queue_timeout_ends_a_request_also_while_nothing_is_read() -> No
         harness.says_what_it_reads = True
         harness.send(StepsRead(harness.step))
         await harness.read_until(lambda: len(harness.ends) == 4)
+
+
+VERBS = [
+    *(Pause(mode) for mode in PauseMode),
+    Resume(),
+    Sleep(1, PauseMode.KEEP),
+    Sleep(1, PauseMode.WAIT),
+    WakeUp(),
+    ResetPrefixCache(reset_running=True),
+    GetStats(),
+]
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_whatever_a_client_asks_and_whether_it_reads_every_request_and_call_ends_once(seed: int) -> None:
+    draw = random.Random(seed)
+    asked: dict[str, tuple[list[int], SamplingParams]] = {}
+    calls: set[int] = set()
+    settings = {"max_num_seqs": draw.choice([2, 4]), "queue_timeout": draw.choice([None, 0.01, 0.05])}
+    settings |= {"num_gpu_blocks_override": draw.choice([34, 200]), "block_size": 4, "max_model_len": 100}
+    async with running(depth=draw.randint(1, 3), **settings) as harness:
+        for number in range(60):
+            match draw.choice(["add", "add", "abort", "read", "verb", "wait"]):
+                case "add":
+                    params = SamplingParams(temperature=0, max_tokens=draw.randint(1, 60))
+                    asked[f"r{number}"] = prompt, _ = [65 + draw.randrange(4)] * draw.randint(1, 30), params
+                    harness.add(f"r{number}", prompt, params)
+                case "abort" if asked:
+                    harness.send(AbortRequest([RequestId(draw.choice(list(asked)))]))
+                case "read":
+                    harness.says_what_it_reads = draw.random() < 0.5
+                case "verb":
+                    calls.add(number)
+                    harness.send(UtilityCall(number, draw.choice(VERBS)))
+                case "wait":
+                    with trio.move_on_after(draw.random() * 0.02):
+                        await harness.read_until(lambda: False)
+        harness.says_what_it_reads = True
+        harness.send(StepsRead(harness.step))
+
+        def all_ended() -> bool:
+            return asked.keys() <= harness.ends.keys() and calls <= harness.results.keys()
+
+        with trio.fail_after(10):
+            while not all_ended():
+                await harness.call(WakeUp())
+                await harness.call(Resume())
+                with trio.move_on_after(0.1):
+                    await harness.read_until(all_ended)
+        await harness.call(GetStats())
+        assert harness.stats is not None
+        assert (harness.stats.num_running, harness.stats.num_waiting, harness.stats.num_used_blocks) == (0, 0, 0)
+    for name, (prompt, params) in asked.items():
+        assert params.max_tokens is not None
+        expected = expected_tokens(prompt, params, params.max_tokens)
+        is_whole = harness.ends[name].finish_reason in (FinishReason.LENGTH, FinishReason.STOP)
+        assert harness.tokens[name] == expected[: None if is_whole else len(harness.tokens[name])]
