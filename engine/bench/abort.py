@@ -8,8 +8,9 @@ a task each, are all cancelled at a moment of a step. `left to free` is what a c
 from its leaving, just before its own abort is queued, to the engine's word that no block is in use any more, not even
 of the stream that left last. `cancelled to free` has the same end and begins with the cancellation of them all; between
 the two Trio ends the tasks before one's own. `seen to free` is the engine's share, by its own clock, from the arrival
-of the first abort. Each may take what is left of a step that was under way, so the time of a step is shown beside them,
-by the engine's clock too: from one launch to the next.
+of the first abort; `outside the engine` what is left of each stream's time without it. All but the last may take what
+is left of a step that was under way, so the time of a step is shown beside them, by the engine's clock too: from one
+launch to the next.
 """
 
 from __future__ import annotations
@@ -118,6 +119,13 @@ async def _add_releases(report: Report, config: EngineConfig, cuts: Cuts, input_
     report.add_times("left_to_free", left_s)
     report.add_times("cancelled_to_free", [release.free_s - release.cancelled_s for release in releases])
     report.add_times("seen_to_free", seen_s)
+    if len(seen_s) == len(releases):  # of several engines each tells its own
+        outside_s = [
+            release.free_s - left_s - engine_s
+            for release, engine_s in zip(releases, seen_s, strict=True)
+            for left_s in release.left_s
+        ]
+        report.add_times("outside_the_engine", outside_s)
     report.add_times("one_step", steps_s)
 
 
