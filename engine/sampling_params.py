@@ -67,11 +67,16 @@ class OutputKind(enum.StrEnum):
     FINAL_ONLY = "final_only"
 
 
-class ReasoningTokens(msgspec.Struct, frozen=True):
-    """Between which tokens a model writes reasoning; `start` is None where the prompt ends with it."""
+class ReasoningBefore(msgspec.Struct, frozen=True):
+    """The reasoning before a text that must have a form.
 
-    start: int | None
-    end: int
+    Attributes:
+        is_begun: Whether the prompt has begun it; else the text may begin with it.
+        markers: The token ids of its start and end; None where they are spelled like any other text.
+    """
+
+    is_begun: bool
+    markers: tuple[int, int] | None
 
 
 class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -179,7 +184,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     output_kind: OutputKind | None = None
     eos_token_ids: tuple[int, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    reasoning: ReasoningTokens | None = None
+    reasoning: ReasoningBefore | None = None
     shown_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
