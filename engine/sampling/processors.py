@@ -157,6 +157,13 @@ def _border(descending: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tenso
     return descending.gather(-1, num_before.clamp(max=last)), num_before[:, 0] <= last
 
 
+def most_likely(logits: torch.Tensor) -> torch.Tensor:
+    """Return the lowest of the most likely token ids of each row of `logits [n, vocab_size]`; int64 `[n]`."""
+    if logits.device.type != "cpu":
+        return logits.max(dim=-1).indices
+    return torch.from_numpy(np.argmax(logits.numpy(), axis=-1))  # six times as fast as torch
+
+
 def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, named: torch.Tensor | None = None) -> Logprobs:
     """Return the logprobs and ranks of `token_ids [n]`, and the logprobs of the tokens `named [n, k]` beside them.
 
@@ -174,17 +181,13 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, named: torch.
     for some in torch.split(uncounted, ROWS_AT_ONCE):
         is_above = logits[some].numpy(force=True) > values[some, :1].numpy(force=True)  # numpy counts twice as fast
         ranks[some] = torch.from_numpy(np.count_nonzero(is_above, axis=-1))
-    logprobs = values - logits.amax(dim=-1, keepdim=True) + _highest_logprobs(logits)[:, None]
+    pieces = zip(torch.split(logits, ROWS_AT_ONCE), torch.split(told, ROWS_AT_ONCE), strict=True)
+    logprobs = torch.cat([some.log_softmax(dim=-1).gather(-1, ids) for some, ids in pieces])
     return Logprobs(
         told.to(torch.int32).numpy(force=True),
         logprobs.numpy(force=True),
         (ranks + 1).to(torch.int32).numpy(force=True),
     )
-
-
-def _highest_logprobs(logits: torch.Tensor) -> torch.Tensor:
-    """Return each row's highest logprob, `[n]`; a few rows at a time, which stay in the processor's caches."""
-    return torch.cat([rows.log_softmax(dim=-1).amax(dim=-1) for rows in torch.split(logits, ROWS_AT_ONCE)])
 
 
 def likeliest(values: torch.Tensor, num: int) -> torch.Tensor:

@@ -92,10 +92,10 @@ def sample(
     process(logits, rows)
     if logits_processors:
         failed |= _process_by(logits_processors, logits, rows)
-    best = logits.max(dim=-1)
-    for row in torch.nonzero(best.values == -torch.inf).flatten().tolist():
+    token_ids = processors.most_likely(logits)
+    highest = logits.gather(-1, token_ids[:, None])[:, 0]
+    for row in torch.nonzero(highest == -torch.inf).flatten().tolist():
         failed.setdefault(row, Cause("NoTokenAllowed", _nothing_allowed(rows[row], row in grammar_rows)))
-    token_ids = best.indices
     random = [i for i, row in enumerate(rows) if i not in failed and not row.params.is_greedy]
     if random:
         token_ids[random] = _draw(logits[random], [rows[i] for i in random])
