@@ -147,16 +147,18 @@ async def test_each_turn_tells_the_logprobs_of_its_parts_tokens(byte_llama: Path
     async with engine.open_engine(str(byte_llama), **settings) as llm:
         async with llm.session(params) as session:
             told, known = [], []
-            for part in ([65] * 20, [66, 67, 68], [69]):
-                await session.send(part)
+            for part in ([65] * 20, [66, 67, 68], [70] * 40, [69]):
+                plain = msgspec.structs.replace(params, prompt_logprobs=None) if part[0] == 70 else params
+                await session.send(part, plain)
                 turn = session.turn()
                 answer = await turn.collect()
-                told.append(turn.prompt_logprobs)
+                assert (turn.prompt_logprobs is None) == (plain is not params)
+                told += [turn.prompt_logprobs] if turn.prompt_logprobs else []
                 known = [*known[:-1], *part, *answer.token_ids]
         async with llm.generate(known, msgspec.structs.replace(params, max_tokens=1)) as stream:
             whole = (await stream.collect()).prompt_logprobs
     assert [len(logprobs) for logprobs in told] == [19, 3, 1]
-    places = [*range(19), *range(21, 24), 26]
+    places = [*range(19), *range(21, 24), 68]
     joined = Logprobs.join(told)
     assert joined.token_ids[:, 0].tolist() == [known[place + 1] for place in places]
     assert (joined.token_ids == whole.token_ids[places]).all()
