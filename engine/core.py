@@ -30,6 +30,7 @@ from engine.outputs import Capacity, FinishReason, GrammarMasks, Logprobs, Model
 from engine.protocol import AbortReason, EngineCoreEvent, EngineCoreOutput, EngineCoreRequest, PauseMode, SessionPart
 from engine.queue_deadlines import QueueDeadlines
 from engine.request import Request, RequestStatus
+from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import RowResult, Scheduler
 from engine.structured_output.grammar import Grammar, new_bitmasks
 
@@ -84,6 +85,7 @@ class EngineCore:
         self._blocked: dict[RequestId, Request] = {}
         self._outputs: list[EngineCoreOutput] = []
         self._finished_ids: list[RequestId] = []
+        self._turns_awaiting_grammar: list[Request] = []
         self._queue_deadlines = QueueDeadlines(config.queue_timeout)
         self._num_arrivals = 0
         self._now = 0.0
@@ -104,8 +106,6 @@ class EngineCore:
         self._now = now
         self._num_arrivals += 1
         refusal = self._limits.refusal(request, len(self._requests))
-        if awaits_grammar and request.extras:
-            refusal = Cause("InvalidRequest", "a session takes no grammar in this version")
         if refusal is not None:
             request = msgspec.structs.replace(request, prompt_token_ids=[])
         taken = Request(request, self._num_arrivals, self.capacity.max_model_len)
@@ -149,7 +149,8 @@ class EngineCore:
     def extend(self, part: SessionPart) -> None:
         """Add the next part of a session, or let it end after those it has; ended ids are ignored.
 
-        A session that has as many parts to come as requests may wait is ended, with reason error, by one more.
+        A session that has as many parts to come as requests may wait is ended, with reason error, by one more. A turn
+        whose part asks for a form of its text awaits a grammar, see `take_turns_awaiting_grammar`.
 
         Raises:
             ValueError: The request is no session, or its last part has come; the caller's fault.
@@ -167,6 +168,11 @@ class EngineCore:
         request.session.append(part)
         if awaits_it:
             self._begin_turn(request)
+
+    def take_turns_awaiting_grammar(self) -> list[tuple[RequestId, SamplingParams]]:
+        """Return the sessions whose new turn awaits `set_grammar`, each once, with what that turn asks for."""
+        turns, self._turns_awaiting_grammar = self._turns_awaiting_grammar, []
+        return [(turn.request_id, turn.sampling_params) for turn in turns if self.awaits_grammar(turn.request_id)]
 
     def close_sessions(self) -> None:
         """Let every session end after the parts it has."""
@@ -453,7 +459,11 @@ class EngineCore:
             return
         request.begin_turn(part, self.capacity.max_model_len)
         self._scheduler.begin_turn(request)
-        self._unblock(request)
+        if part.sampling_params.structured_outputs is None:
+            self._unblock(request)
+            return
+        request.move_to(RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR)
+        self._turns_awaiting_grammar.append(request)
 
     def _finish(
         self,
@@ -489,6 +499,8 @@ class EngineCore:
             logprobs, request.logprobs = request.logprobs.part(0, len(new_token_ids)), None
         if request.prompt_logprobs and new_token_ids:
             prompt_logprobs, request.prompt_logprobs = Logprobs.join(request.prompt_logprobs), []
+            num_told = max(0, request.num_tokens_before - 1)  # those of a session's earlier parts and turns
+            prompt_logprobs = prompt_logprobs.part(num_told, len(prompt_logprobs))
         self._outputs.append(
             EngineCoreOutput(
                 request_id=request.request_id,

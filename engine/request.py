@@ -79,7 +79,8 @@ _END_OF_TURN = frozenset({RequestStatus.WAITING_FOR_STREAMING_REQ})
 TRANSITIONS: dict[RequestStatus, frozenset[RequestStatus]] = {
     RequestStatus.WAITING: _FROM_OUTSIDE | {RequestStatus.RUNNING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR},
     RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR: _FROM_OUTSIDE | {RequestStatus.WAITING},
-    RequestStatus.WAITING_FOR_STREAMING_REQ: _FROM_OUTSIDE | {RequestStatus.WAITING},
+    RequestStatus.WAITING_FOR_STREAMING_REQ: _FROM_OUTSIDE
+    | {RequestStatus.WAITING, RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR},
     RequestStatus.RUNNING: _BY_SAMPLING | _END_OF_TURN | {RequestStatus.PREEMPTED},
     RequestStatus.PREEMPTED: _BY_SAMPLING | _END_OF_TURN | {RequestStatus.RUNNING},
 }
@@ -153,7 +154,7 @@ class Request:
         num_cached_tokens: Prompt tokens the prefix cache gave at first admission, None before; set by the scheduler.
         block_hashes: Chained hash of each full block of `tokens`; extended by the prefix cache.
         shortage: Why it was not admitted when last tried; set by the KV cache manager.
-        grammar: What its output must match; set by the core when it is compiled.
+        grammar: What its output must match, in a session that of the present turn; set by the core when it is compiled.
         session: The parts that are still to come, None where it is no session; set by the core.
         stop_reason: What ended it beside EOS and length; set by the stop check.
         events: Since its last output; taken by the core.
@@ -279,6 +280,7 @@ class Request:
             self.tokens.drop_last()
         self.num_tokens_before = len(self.tokens)
         self.num_yields = self.num_overtaken = 0
+        self.grammar = None
         for token_id in part.prompt_token_ids:
             self.tokens.append(token_id)
         self._take_params(part.sampling_params, max_model_len)

@@ -50,6 +50,8 @@ GREEDY_BELOW = 1e-5
 """Temperatures under this take the arg max; no scaling is applied."""
 
 
+_NOTHING: dict[str, Any] = {"stop": (), "stop_token_ids": (), "bad_words": (), "logit_bias": {}}
+"""Lists and maps that None stands for, empty."""
 _SWITCHES = (
     "ignore_eos",
     "include_stop_str_in_output",
@@ -67,11 +69,16 @@ class OutputKind(enum.StrEnum):
     FINAL_ONLY = "final_only"
 
 
-class ReasoningTokens(msgspec.Struct, frozen=True):
-    """Between which tokens a model writes reasoning; `start` is None where the prompt ends with it."""
+class ReasoningBefore(msgspec.Struct, frozen=True):
+    """The reasoning before a text that must have a form.
 
-    start: int | None
-    end: int
+    Attributes:
+        is_begun: Whether the prompt has begun it; else the text may begin with it.
+        markers: The token ids of its start and end; None where they are spelled like any other text.
+    """
+
+    is_begun: bool
+    markers: tuple[int, int] | None
 
 
 class RepetitionDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -179,7 +186,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     output_kind: OutputKind | None = None
     eos_token_ids: tuple[int, ...] = ()
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
-    reasoning: ReasoningTokens | None = None
+    reasoning: ReasoningBefore | None = None
     shown_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
@@ -188,6 +195,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         Raises:
             InvalidRequest: A value is of the wrong type or out of its range; the caller's fault.
         """
+        self._take_vllms_words()
         stop: Any = self.stop
         freeze_list(self, "stop", (stop,) if isinstance(stop, str) else stop, str)
         check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
@@ -238,6 +246,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             )
         if self.output_kind is not None:
             msgspec.structs.force_setattr(self, "output_kind", _output_kind(self.output_kind))
+
+    def _take_vllms_words(self) -> None:
+        """Read None as vLLM's users write it for nothing, and True for one logprob."""
+        for name in _NOTHING:
+            if getattr(self, name) is None:
+                msgspec.structs.force_setattr(self, name, _NOTHING[name])
+        for name in ("logprobs", "prompt_logprobs"):
+            if getattr(self, name) is True:
+                msgspec.structs.force_setattr(self, name, 1)
 
     @property
     def is_greedy(self) -> bool:

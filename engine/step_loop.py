@@ -150,6 +150,7 @@ class StepLoop:
             self._take_inputs()
             ended_s = trio.current_time()
             self._core.commit(step.plan, output, ended_s)
+            self._want_grammars_of_turns()
             if self._config.log_iterations:
                 took_ms = 1000 * (ended_s - step.launched_s)
                 logger.info("%s; %.2f ms", describe_plan(step.plan, len(self._in_flight)), took_ms)
@@ -210,6 +211,11 @@ class StepLoop:
             self._core.extend(part)
         except ValueError:
             logger.exception("a part for request %s was not taken", part.request_id)
+        self._want_grammars_of_turns()
+
+    def _want_grammars_of_turns(self) -> None:
+        for request_id, params in self._core.take_turns_awaiting_grammar():
+            self.grammars.want(request_id, params)
 
     def _drain(self) -> None:
         """Take nothing new; what waits runs, for nobody could resume or wake the engine up any more.

@@ -86,12 +86,12 @@ class TestGrammar:
 
 @dataclass
 class Completion:
-    """All that one request got so far; `parts` and `grammar` are what it was given beyond its first prompt."""
+    """All that one request got so far; `parts` and `grammars` are what it was given beyond its first prompt."""
 
     token_ids: list[int] = field(default_factory=list)
     outputs: list[EngineCoreOutput] = field(default_factory=list)
     parts: list[SessionPart] = field(default_factory=list)
-    grammar: TestGrammar | None = None
+    grammars: list[TestGrammar] = field(default_factory=list)
 
     @property
     def finish_reason(self) -> FinishReason | None:
@@ -225,7 +225,7 @@ class CoreDriver:
     def set_grammar(self, name: str, grammar: TestGrammar | Cause) -> None:
         """Give a request the grammar it awaits, or say why there is none."""
         if isinstance(grammar, TestGrammar):
-            self.completions[RequestId(name)].grammar = grammar.anew()
+            self.completions[RequestId(name)].grammars.append(grammar.anew())
         self.core.set_grammar(RequestId(name), grammar)
         self._end_act()
 

@@ -92,13 +92,15 @@ def check_completion(request: EngineCoreRequest, completion: Completion, max_mod
     last = outputs[-1]
     assert (last.error is not None) == (last.finish_reason is FinishReason.ERROR), f"{request.request_id}: {last}"
     prompt, params, parts = list(request.prompt_token_ids), request.sampling_params, iter(completion.parts)
+    grammars = iter(completion.grammars)
+    grammar = None if request.extras else next(grammars, None)
     for turn in _turns(outputs):
         got = [token for output in turn for token in output.new_token_ids]
         if got or turn[-1].turn_reason is not None:
-            grammar = None if completion.grammar is None else completion.grammar.anew()
             _check_turn(turn, got, run_alone(prompt, params, max_model_len, windows, grammar))
         if turn[-1].turn_reason is not None and (part := next(parts, None)) is not None:
             prompt, params = [*prompt, *got[:-1], *part.prompt_token_ids], part.sampling_params
+            grammar = next(grammars, None) if params.structured_outputs is not None else None
 
 
 def _turns(outputs: Sequence[EngineCoreOutput]) -> Iterator[list[EngineCoreOutput]]:

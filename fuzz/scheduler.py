@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from engine.errors import Cause
 from engine.protocol import AbortReason, PauseMode
-from engine.sampling_params import RepetitionDetection
+from engine.sampling_params import RepetitionDetection, StructuredOutputsParams
 from engine.scheduler.policy import POLICIES
 from engine.testing import TestGrammar
 from fuzz.history import Drawn, Operation, Target, choose
@@ -22,6 +22,7 @@ from fuzz.simulation import Simulation
 
 REPETITION = RepetitionDetection(max_pattern_size=3, min_count=2)
 STOP_TOKENS = tuple(range(32, 127, 12))
+FORM = StructuredOutputsParams(json_object=True)  # that there is one; which grammar it is, is drawn
 """Tokens that stop or end a request that asks for it; about one in twelve of what the integer model says."""
 
 
@@ -153,6 +154,7 @@ class Extend(Operation):
     length: int = choose(1, 2, 5, 9, 0)
     max_tokens: int | None = choose(1, 2, 5, None)
     stops: bool = choose(False, True)
+    has_form: bool = choose(*[False] * 3, True)
 
     def event(self, simulation: Simulation) -> str | None:
         """Return whether there is one to extend."""
@@ -168,6 +170,7 @@ class Extend(Operation):
         simulation.driver.extend(
             name,
             [90 - position for position in range(self.length)],
+            structured_outputs=FORM if self.has_form else None,
             max_tokens=self.max_tokens,
             stop_token_ids=STOP_TOKENS if self.stops else (),
         )

@@ -77,11 +77,11 @@ class Simulation:
         driver = self.driver
         driver.resume()
         num_idle, num_outputs = 0, -1
-        for name in self.awaiting_grammar():
-            driver.set_grammar(name, TestGrammar(1, 50))
         for name in self.open_sessions():
             driver.extend(name, ())
         while driver.core.has_work:
+            for name in self.awaiting_grammar():
+                driver.set_grammar(name, TestGrammar(1, 50))
             self.plan()
             if driver.plans:
                 self.finish_step(None, 0)

@@ -33,6 +33,7 @@ from engine.errors import InvalidGrammar
 from engine.outputs import FinishReason, RequestId
 from engine.protocol import EngineCoreOutput, EngineCoreRequest
 from engine.sampling_params import OutputKind, SamplingParams, structured_outputs_params
+from engine.structured_output.after_reasoning import behind_reasoning
 from engine.structured_output.grammar import new_bitmasks
 from engine.structured_output.lark import to_lark
 from engine.structured_output.llguidance_backend import LLGuidanceGrammar, match
@@ -194,12 +195,15 @@ def vocabulary_of(name: str) -> Vocabulary:
 def check_grammar(name: str, kind: str, draw: random.Random, num_tokens: int = 12) -> int:
     """Compare mask and acceptance of every token along a drawn text; return how many were compared.
 
-    None are where the tokens cannot spell such a text, which is refused.
+    One text in four comes behind reasoning. None are where the tokens cannot spell such a text, which is refused.
     """
     vocabulary, asked = vocabulary_of(name), structured_outputs_params(FORMS[kind])
     params = SamplingParams(eos_token_ids=(EOS,))
+    lark = to_lark(asked)
+    if draw.random() < 0.25:
+        lark = behind_reasoning(lark, is_begun=draw.random() < 0.5)
     try:
-        grammar = LLGuidanceGrammar(match(asked, to_lark(asked), vocabulary), vocabulary, params)
+        grammar = LLGuidanceGrammar(match(asked, lark, vocabulary), vocabulary, params)
     except InvalidGrammar:
         assert name == "WordPiece"  # whose words stand apart
         return 0

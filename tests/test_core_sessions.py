@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 
 from engine.core import WaitsFor
+from engine.errors import Cause
 from engine.executor.null import expected_tokens
 from engine.outputs import FinishReason, RequestId, ScheduledRequest, SchedulerOutput
 from engine.protocol import AbortReason, EngineCoreRequest, PauseMode, SessionPart
 from engine.request import RequestStatus
 from engine.sampling_params import SamplingParams
+from engine.structured_output.params import StructuredOutputsParams
 from engine.testing import CoreDriver
+from tests.test_core_grammar import Tokens
 
 ALL_DEPTHS = pytest.mark.parametrize("depth", [1, 2, 3])
 ALL_TOKENS = tuple(range(32, 127))
@@ -352,3 +355,59 @@ def test_a_session_may_be_closed_and_answered_at_once_however_few_may_wait() -> 
     run(driver)
     assert driver.completions["a"].finish_reason is FinishReason.LENGTH
     assert len(driver.completions["a"].token_ids) == 6
+
+
+# Forms of the text
+
+
+def form() -> dict[str, Any]:
+    return {"structured_outputs": StructuredOutputsParams(json_object=True)}
+
+
+@ALL_DEPTHS
+def test_a_turn_that_asks_for_a_form_awaits_its_own_grammar_and_is_told_the_tokens_of_that_turn_alone(
+    depth: int,
+) -> None:
+    driver = make_driver(max_concurrent_plans=depth)
+    add(driver, "s", prompt(5))
+    extend(driver, "s", prompt(4, 66), **form())
+    run(driver)
+    assert driver.core.waits_for is WaitsFor.GRAMMAR
+    assert status_of(driver, "s") is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
+    assert driver.core.stats().num_used_blocks == 0
+    assert [name for name, _ in driver.core.take_turns_awaiting_grammar()] == ["s"]
+    assert driver.core.take_turns_awaiting_grammar() == []
+    grammar = Tokens()
+    driver.core.set_grammar(RequestId("s"), grammar)
+    extend(driver, "s", prompt(2, 67))
+    run(driver)
+    told = driver.completions["s"].token_ids
+    assert told == answer(prompt(5), prompt(4, 66), prompt(2, 67))
+    assert grammar.told == told[3:6]
+
+
+def test_a_turn_ends_where_its_text_is_complete_and_the_session_goes_on() -> None:
+    driver = make_driver()
+    add(driver, "s", prompt(5))
+    run(driver)
+    extend(driver, "s", prompt(4, 66), max_tokens=9, **form())
+    driver.core.take_turns_awaiting_grammar()
+    grammar = Tokens()
+    grammar.length = 2
+    driver.core.set_grammar(RequestId("s"), grammar)
+    run(driver)
+    assert turn_reasons(driver, "s") == [FinishReason.LENGTH, FinishReason.STOP]
+    assert status_of(driver, "s") is RequestStatus.WAITING_FOR_STREAMING_REQ
+
+
+def test_a_form_that_is_refused_ends_the_session_and_one_that_has_ended_awaits_none() -> None:
+    driver = make_driver()
+    for name in "st":
+        add(driver, name, prompt(5))
+        run(driver)
+        extend(driver, name, prompt(4, 66), **form())
+    driver.core.abort([RequestId("t")], AbortReason.CLIENT)
+    assert [name for name, _ in driver.core.take_turns_awaiting_grammar()] == ["s"]
+    driver.core.set_grammar(RequestId("s"), Cause("InvalidGrammar", "no"))
+    driver.check()
+    assert driver.completions["s"].finish_reason is FinishReason.ERROR

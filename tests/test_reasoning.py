@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import engine
 from engine.client.input_processor import Conversation
 from engine.errors import InvalidRequest
 from engine.outputs import FinishReason
+from engine.sampling.sampler import SamplingRow
 from engine.sampling_params import SamplingParams
 
 START, END = 256, 257
@@ -62,10 +65,45 @@ def test_the_form_holds_for_what_follows_the_reasoning_and_for_all_where_there_i
         assert (output.finish_reason, len(output.token_ids)) == (FinishReason.LENGTH, 30)
 
 
-def test_a_form_after_reasoning_without_tokens_of_its_own_is_refused_by_name() -> None:
+class Says:
+    """Makes a model of bytes begin its answers with a text, as far as it may."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text.encode()
+
+    def __call__(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+        for i, row in enumerate(rows):
+            if row.num_output_tokens < len(self._text):
+                logits[i, self._text[row.num_output_tokens]] += 1000
+
+
+@pytest.mark.parametrize("thinking", [True, False])
+def test_a_form_holds_also_behind_markers_of_many_tokens(byte_llama: Path, tmp_path: Path, thinking: bool) -> None:
+    template = tmp_path / "template"
+    template.write_text(TEMPLATE if thinking else TEMPLATE.replace("</think>", ":"))
+    thought = "hm" * 20 + "</think>" if thinking else "<think>so</think>"
+    settings = {"max_model_len": 128, "num_gpu_blocks_override": 40, "num_threads": 1, "chat_template": str(template)}
+    params = SamplingParams(structured_outputs={"regex": "[a-c]{3}"}, max_tokens=60, seed=1)
+    conversation = Conversation(messages=[{"role": "user", "content": "hi"}], template_variables={"thinking": thinking})
+    with engine.LLM(str(byte_llama), reasoning_parser="think", logits_processors=[Says(thought)], **settings) as llm:
+        (output,) = llm.generate(conversation, params, use_tqdm=False)[0].outputs
+    assert output.finish_reason is FinishReason.STOP
+    assert output.text.startswith(thought)
+    assert re.fullmatch("[a-c]{3}", output.text.removeprefix(thought))
+
+
+def test_markers_of_which_one_is_special_are_refused_by_name(thinker: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(thinker, folder)
+    backend = json.loads((thinker / "tokenizer.json").read_text())
+    backend["added_tokens"] = [backend["added_tokens"][1] | {"special": True, "id": START}]
+    (folder / "tokenizer.json").write_text(json.dumps(backend))
+    messages = [{"role": "user", "content": "hi"}]
+    thinking = Conversation(messages=messages, template_variables={"thinking": True})
+    params = SamplingParams(structured_outputs={"regex": "a"})
     with (
-        engine.LLM("null", reasoning_parser="think") as llm,
-        pytest.raises(InvalidRequest, match="</think>") as refused,
+        engine.LLM(str(folder), reasoning_parser="think", max_model_len=128, num_gpu_blocks_override=40) as llm,
+        pytest.raises(InvalidRequest, match="</think> to be both special tokens or neither") as refused,
     ):
-        llm.chat([{"role": "user", "content": "hi"}], SamplingParams(structured_outputs={"regex": "a"}), use_tqdm=False)
+        llm.generate(thinking, params, use_tqdm=False)
     assert refused.value.param == "structured_outputs"

@@ -43,6 +43,8 @@ def test_a_number_out_of_its_range_is_refused_with_value_and_limit(name: str) ->
 def test_no_value_is_too_strange_to_be_refused_in_a_short_message(name: str, value: Any) -> None:
     if value in (10**400, HUGE) and name in {"max_tokens", "truncate_prompt_tokens"}:
         return  # no limit of their own: the context's is
+    if value is True and name in {"logprobs", "prompt_logprobs"}:
+        return  # one, as in vLLM
     with pytest.raises(InvalidRequest) as refused:
         SamplingParams(**{name: {5: value} if name == "logit_bias" else value})
     assert refused.value.param == name
@@ -65,7 +67,7 @@ def test_token_ids_to_tell_decide_how_many_logprobs_there_are() -> None:
     assert SamplingParams(logprob_token_ids=list(range(128)), logprobs=128).logprobs == 128
     for fields, said in (
         ({"logprob_token_ids": [7, 9], "logprobs": 3}, "the number of logprob_token_ids, 2, got 3"),
-        ({"logprob_token_ids": [7], "logprobs": True}, "the number of logprob_token_ids, 1, got True"),
+        ({"logprob_token_ids": [7, 9], "logprobs": True}, "the number of logprob_token_ids, 2, got 1"),
         ({"logprob_token_ids": list(range(129))}, "at most 128 values, got 129"),
         ({"logprob_token_ids": []}, "at least one token id"),
         ({"logprob_token_ids": [-1]}, "token ids from 0"),
@@ -82,3 +84,12 @@ def test_no_string_ends_a_text_that_is_not_made() -> None:
 def test_a_seed_of_minus_1_is_none_as_in_vllm() -> None:
     assert SamplingParams(seed=-1) == SamplingParams()
     assert SamplingParams(seed=-2).seed == -2
+
+
+def test_none_asks_for_nothing_and_true_for_one_logprob_as_in_vllm() -> None:
+    nothing: Any = None
+    given = SamplingParams(stop=nothing, stop_token_ids=nothing, bad_words=nothing, logit_bias=nothing)
+    assert given == SamplingParams()
+    assert SamplingParams(logprobs=True, prompt_logprobs=True) == SamplingParams(logprobs=1, prompt_logprobs=1)
+    with pytest.raises(InvalidRequest, match="logprobs must be a whole number, got False"):
+        SamplingParams(logprobs=False)

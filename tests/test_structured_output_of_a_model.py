@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import numpy as np
 import pytest
 
 import engine
+from engine.errors import InvalidGrammar
 from engine.outputs import FinishReason
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, StructuredOutputsParams
+from tests.structured_output.conftest import start
+from tests.structured_output.test_json_schemas import drawn_schema
 
 pytestmark = pytest.mark.slow
 
@@ -49,6 +54,30 @@ def test_documents_at_temperature_1_are_valid_and_hold_no_special_token(
         jsonschema.Draft202012Validator(schema).validate(json.loads(output.text))
         assert llm.tokenizer.special_token_ids.isdisjoint(output.token_ids)
         assert llm.tokenizer.decode(output.token_ids, skip_special_tokens=False) == output.text
+
+
+def test_documents_by_drawn_schemas_at_temperature_1_are_valid(llm: engine.LLM) -> None:
+    schemas = [schema for seed in range(40) if is_compiled(schema := drawn_schema(random.Random(7000 + seed)))][:30]
+    forms = [StructuredOutputsParams(json=json.dumps(schema), disable_any_whitespace=True) for schema in schemas]
+    wanted = [SamplingParams(seed=i, max_tokens=40, structured_outputs=form) for i, form in enumerate(forms)]
+    num_complete = 0
+    for schema, output in zip(schemas, generate_together(llm, wanted), strict=True):
+        checker = jsonschema.Draft202012Validator.FORMAT_CHECKER
+        if output.finish_reason == FinishReason.STOP:
+            num_complete += 1
+            jsonschema.Draft202012Validator(schema, format_checker=checker).validate(json.loads(output.text))
+        else:
+            assert output.finish_reason == FinishReason.LENGTH, output.error
+    assert len(schemas) == 30
+    assert num_complete >= 15
+
+
+def is_compiled(schema: dict[str, Any]) -> bool:
+    try:
+        start({"json": schema})
+    except InvalidGrammar:
+        return False
+    return True
 
 
 def test_a_text_that_may_end_or_go_on_ends_with_an_end_token_and_never_in_between(llm: engine.LLM) -> None:
@@ -101,12 +130,22 @@ def test_a_mixed_batch_gives_each_request_exactly_what_it_gets_alone(llm: engine
         {"structured_outputs": {"choice": ["one", "two", "three"]}, "temperature": 0},
         {"min_tokens": 8, "frequency_penalty": 0.5},
         {"structured_outputs": {"json_object": True}, "repetition_penalty": 1.2},
+        {"top_p": 0.9, "top_k": 40, "logprobs": 20},
+        {"bad_words": ["the", "I"], "min_p": 0.02, "temperature": 1.7},
+        {"temperature": 0, "logprob_token_ids": [5, 30, 700]},
     ]
     wanted = [SamplingParams(**{"max_tokens": 8, "seed": index} | kind) for index, kind in enumerate(kinds)]
     alone = [llm.chat(ASK, params, use_tqdm=False)[0].outputs[0] for params in wanted]
     together = generate_together(llm, wanted)
     assert [output.token_ids for output in together] == [output.token_ids for output in alone]
     assert [output.text for output in together] == [output.text for output in alone]
+    told = [(mixed.logprobs, lone.logprobs) for mixed, lone in zip(together, alone, strict=True)]
+    assert sum(mixed is not None for mixed, _ in told) == 3
+    for mixed, lone in told:
+        assert (mixed is None) == (lone is None)
+        if mixed is not None and lone is not None:
+            assert np.array_equal(mixed.token_ids, lone.token_ids)
+            assert np.array_equal(mixed.logprobs, lone.logprobs)
 
 
 def generate_together(llm: engine.LLM, wanted: list[SamplingParams]) -> list[engine.CompletionOutput]:

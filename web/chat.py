@@ -8,7 +8,7 @@ from quart import Response
 from engine.client.parsers.forced import CallListParser, NamedCallParser
 from engine.client.parsers.pieces import Parser
 from engine.client.parsers.reasoning import END, START, Opening, opening_after
-from engine.client.parsers.registry import TOOL_FORMATS, ChatParser, tool_format, writes_reasoning
+from engine.client.parsers.registry import TOOL_FORMATS, ChatParser, ToolFormat, tool_format, writes_reasoning
 from engine.client.stream import Stream
 from engine.errors import InvalidRequest, RequestError
 from engine.sampling_params import SamplingParams
@@ -19,7 +19,7 @@ from web.chat_schemas import ChatCompletionRequest, decode_chat_completion
 from web.generation import answer
 from web.logprobs import of_chat
 from web.state import ServerState
-from web.tool_schemas import NamedTool, form_of_free_calls
+from web.tool_schemas import NamedTool
 
 FORM = AnswerForm(
     id_prefix="chatcmpl",
@@ -88,14 +88,13 @@ class Reading:
         strict = [index for index, tool in enumerate(self._request.functions) if tool.function.strict]
         if self._format is None or not strict:
             return params
-        begin, end = (*self._format.markers, "", "")[:2]
-        if self._format is not TOOL_FORMATS["hermes"] or self._is_special(begin) or self._is_special(end):
+        form_of_calls, told = self._format.form_of_calls, self._request.functions
+        if form_of_calls is None or self._needs_special_tokens(self._format):
             param = f"tools[{strict[0]}].function.strict"
-            message = (
-                f"{param} cannot be enforced in the way this model calls tools, unless tool_choice is required or "
-            )
-            raise InvalidRequest(f"{message}names a function: leave it out, or set that", param=param)
-        form = form_of_free_calls(self._request.functions, begin, end)
+            message = f"{param} true cannot be enforced in the way this model calls tools, for no grammar describes it"
+            message += ": leave it out, or set tool_choice to required or to one function"
+            raise InvalidRequest(message, param=param)
+        form = form_of_calls([(tool.function.name, tool.function.schema) for tool in told])
         return msgspec.structs.replace(params, structured_outputs=form)
 
     def shown(self, params: SamplingParams) -> SamplingParams:
@@ -106,8 +105,10 @@ class Reading:
         ids = [token_id for token_id in map(self._token_id, (*of_reasoning, *of_calls)) if token_id is not None]
         return msgspec.structs.replace(params, shown_token_ids=tuple(ids)) if ids else params
 
-    def _is_special(self, marker: str) -> bool:
-        return self._token_id(marker) in self._special_ids
+    def _needs_special_tokens(self, tools: ToolFormat) -> bool:
+        """Whether its calls cannot be written without special tokens, which no form allows."""
+        is_optional = tools is TOOL_FORMATS["llama3_json"]
+        return not is_optional and not self._special_ids.isdisjoint(map(self._token_id, tools.markers))
 
     def make_reader(self, stream: Stream) -> Reader | None:
         """Return what reads a choice of `stream`; None where all of it is content."""

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
 from engine.client.input_processor import Conversation
 from engine.errors import InvalidRequest
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
-from web.schemas import NOT_BUILT, GenerationRequest, Neutral, Role, convert, decode_object, drop_neutral
+from web.schemas import (
+    NOT_BUILT,
+    GenerationRequest,
+    Neutral,
+    ReasoningEffort,
+    Role,
+    convert,
+    decode_object,
+    drop_neutral,
+)
 from web.tool_schemas import Tool, ToolCall, ToolChoice, check_tools, form_of_calls
-
-ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-"""What OpenAI's clients may ask for; what each means is the chat template's to say."""
 
 _NOT_BUILT_IN_CHAT: Neutral = NOT_BUILT | {
     "functions": ([],),

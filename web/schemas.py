@@ -25,6 +25,9 @@ MAX_PROMPTS = 128
 """Most prompts in one completions request."""
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+"""What OpenAI's clients may ask for; what each means is the chat template's to say."""
+ResponseFormatType = Literal["text", "json_object", "json_schema", "structural_tag"]
 Priority = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 Prompt = str | list[int]
 Neutral = dict[str, tuple[Any, ...]]
@@ -63,7 +66,7 @@ class JsonSchemaFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True)
 class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """OpenAI's way to ask for `structured_outputs`, with vLLM's structural tags."""
 
-    type: Literal["text", "json_object", "json_schema", "structural_tag"]
+    type: ResponseFormatType
     json_schema: JsonSchemaFormat | None = None
     structures: list[dict[str, Any]] | None = None
     triggers: list[str] | None = None
@@ -251,6 +254,14 @@ def convert(fields: dict[str, Any], kind: type[RequestT]) -> RequestT:
     return request
 
 
+_WORDS = {
+    ".role": get_args(Role),
+    "response_format.type": get_args(ResponseFormatType),
+    "tool_choice": ("none", "auto", "required", "and an object that names a function"),
+    "reasoning_effort": get_args(ReasoningEffort),
+    ".type": ("function",),
+}
+"""What a field may be that is one of a few words, by how its path ends: calls and tools are functions alone."""
 _FAULT = re.compile(r"(?P<fault>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
 _UNNAMED = re.compile(r"Object (?P<fault>contains unknown|missing required) field `(?P<field>.*)`", re.DOTALL)
 
@@ -258,8 +269,9 @@ _UNNAMED = re.compile(r"Object (?P<fault>contains unknown|missing required) fiel
 def _invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
     found = _FAULT.fullmatch(str(error))
     fault, path = (found["fault"], found["path"] or "") if found else (str(error), "")
-    if path.endswith(".role") and fault.startswith("Invalid enum value"):
-        fault += f"; a role is one of {', '.join(get_args(Role))}"
+    if fault.startswith("Invalid enum value"):
+        known = next((words for end, words in _WORDS.items() if path.endswith(end)), ())
+        fault += f"; known are {', '.join(known)}" if known else ""
     unnamed = _UNNAMED.fullmatch(fault)
     if unnamed is None:
         return InvalidRequest(f"{path}: {fault}" if path else fault, param=path or None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from typing import Any, Literal
@@ -98,19 +97,6 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
         raise InvalidRequest(message, param="tool_choice")
     if choice == "required" and not tools:
         raise InvalidRequest("tool_choice required needs tools, got none", param="tool_choice")
-
-
-def form_of_free_calls(tools: Sequence[Tool], begin: str, end: str) -> StructuredOutputsParams:
-    """Return the form of free text in which whatever stands between `begin` and `end` is a call that is valid."""
-    structures = [
-        {
-            "begin": f'{begin}\n{{"name": {json.dumps(tool.function.name)}, "arguments": ',
-            "schema": tool.function.schema,
-            "end": f"}}\n{end}",
-        }
-        for tool in tools
-    ]
-    return structured_outputs_params({"structural_tag": {"structures": structures, "triggers": [begin]}})
 
 
 def form_of_calls(

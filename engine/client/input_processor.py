@@ -20,7 +20,7 @@ from engine.errors import InvalidRequest, PromptTooLong
 from engine.outputs import RequestId
 from engine.parameter_checks import check_text
 from engine.protocol import EngineCoreRequest, EngineReady, SessionPart
-from engine.sampling_params import ReasoningTokens, SamplingParams
+from engine.sampling_params import ReasoningBefore, SamplingParams
 
 Messages = Sequence[Mapping[str, Any]]
 
@@ -235,12 +235,16 @@ class InputProcessor:
         if params.structured_outputs is None or opening in (None, Opening.ANSWER):
             return params
         start, end = map(self._tokenizer.token_id, (REASONING_START, REASONING_END))
-        if start is None or end is None:
-            message = "the form of a text that follows reasoning needs tokens of their own for "
-            message += f"{REASONING_START} and {REASONING_END}, which this model has not: switch reasoning off"
+        is_special = not self._tokenizer.special_token_ids.isdisjoint({start, end})
+        if is_special and (start is None or end is None):
+            message = (
+                f"the form of a text that follows reasoning needs {REASONING_START} and {REASONING_END} to be both "
+            )
+            message += "special tokens or neither, and of this model one is: switch reasoning off"
             raise InvalidRequest(message, param="structured_outputs")
-        tokens = ReasoningTokens(None if opening is Opening.INSIDE else start, end)
-        return msgspec.structs.replace(params, reasoning=tokens)
+        markers = None if start is None or end is None else (start, end)
+        before = ReasoningBefore(is_begun=opening is Opening.INSIDE, markers=markers)
+        return msgspec.structs.replace(params, reasoning=before)
 
     def _with_token_ids(self, params: SamplingParams) -> SamplingParams:
         """Check what `params` say of token ids, and resolve bad words into them."""

@@ -19,9 +19,25 @@ from engine.client.output_processor import Completion, CompletionOutput, Request
 from engine.client.stream import Reader
 from engine.client.tokenizer import Tokenizer
 from engine.errors import InvalidRequest, QueueFull, RequestAborted
-from engine.outputs import FinishReason, RequestId
+from engine.outputs import FinishReason, Logprobs, RequestId
 from engine.protocol import EngineCoreOutput, EngineCoreRequest, SessionPart
 from engine.sampling_params import OutputKind, SamplingParams
+
+
+class TurnCompletion(Completion):
+    """The answer to one part, with what was asked of that part's own tokens.
+
+    Attributes:
+        prompt_logprobs: Of the part's tokens, but for the first one of all, where its parameters ask for them.
+    """
+
+    prompt_logprobs: Logprobs | None = None
+
+    def add(self, output: EngineCoreOutput) -> bool:
+        """Take in what the engine sent; see `Completion.add`."""
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs = output.prompt_logprobs
+        return super().add(output)
 
 
 class SessionState(RequestState):
@@ -35,8 +51,8 @@ class SessionState(RequestState):
         self._usage = Usage(prompt_tokens=0, completion_tokens=0, cached_tokens=0)
         kind = request.sampling_params.output_kind or OutputKind.DELTA
         super().__init__(request.external_id, text, [request], kind, tokenizer, arrival_s)
-        self._turns: deque[Completion] = deque()
-        self.unread: deque[Completion] = deque()
+        self._turns: deque[TurnCompletion] = deque()
+        self.unread: deque[TurnCompletion] = deque()
         self._expect(request)
 
     def begin_turn(self, part: SessionPart) -> None:
@@ -49,7 +65,7 @@ class SessionState(RequestState):
 
     def _expect(self, request: EngineCoreRequest) -> None:
         kind = request.sampling_params.output_kind or OutputKind.DELTA
-        turn = Completion(0, request, kind, self._tokenizer)
+        turn = TurnCompletion(0, request, kind, self._tokenizer)
         self._turns.append(turn)
         self.unread.append(turn)
         self._count(len(request.prompt_token_ids), 0)
@@ -230,7 +246,7 @@ class Session(Reader):
 class Turn:
     """The answer to one part as it comes: an async iterator of deltas, the last of which has a finish reason."""
 
-    def __init__(self, session: Session, completion: Completion) -> None:
+    def __init__(self, session: Session, completion: TurnCompletion) -> None:
         """Read `completion`, which the receive task fills."""
         self._session = session
         self._completion = completion
@@ -247,6 +263,11 @@ class Turn:
         """
         return await self._session.next_of(self._completion)
 
+    @property
+    def prompt_logprobs(self) -> Logprobs | None:
+        """Those of the part's tokens, known from the first delta on: all of them but for the session's very first."""
+        return self._completion.prompt_logprobs
+
     async def collect(self) -> CompletionOutput:
         """Read to the end and return the whole."""
         outputs = [news async for news in self] or [CompletionOutput(index=0)]
@@ -254,10 +275,8 @@ class Turn:
 
 
 _REFUSED = {
-    "n": "a session has one continuation",
-    "stop": "a turn may end by a token only: use stop_token_ids",
-    "structured_outputs": "the form of a session's text is not enforced",
-    "prompt_logprobs": "the prompt's logprobs are told of whole prompts only",
+    "n": "each part has one answer, so leave it at 1, or open several sessions",
+    "stop": "the engine ends turns, and it sees no text, so leave it out and give stop_token_ids",
 }
 _NEUTRAL = SamplingParams()
 
@@ -270,7 +289,8 @@ def check_params(params: SamplingParams) -> None:
     """
     for name, reason in _REFUSED.items():
         if getattr(params, name) != getattr(_NEUTRAL, name):
-            raise InvalidRequest(f"{name} cannot be had in a session: {reason}", param=name)
+            given = getattr(params, name)
+            raise InvalidRequest(f"{name} {given!r:.80} cannot be had in a session: {reason}", param=name)
     if params.output_kind is OutputKind.FINAL_ONLY:
-        message = "output_kind final_only cannot be had in a session: turns are read as they come"
+        message = "output_kind final_only cannot be had in a session: turns are read as they come, so choose another"
         raise InvalidRequest(message, param="output_kind")

@@ -1,8 +1,8 @@
 """The steps between logits and a draw, each a pure function over rows.
 
 Every function works row by row with operations whose result for a row does not depend on how many rows there are.
-That rules out `torch.sum` over the vocabulary (split over threads when the row is alone); totals come from running
-sums, which go through a row in order.
+That rules out `torch.sum` over the vocabulary (split over threads when the row is alone); totals are running sums over
+the sums of blocks.
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ import torch
 from engine.outputs import GrammarMasks, Logprobs, TokenArray
 from engine.sampling_params import MAX_LOGPROBS
 
-SORTED_HEAD = 1024
-"""Tokens sorted at first for top-p; rows whose bulk is wider are sorted whole."""
+SORTED_HEADS = (64, 1024)
+"""Tokens sorted for top-p at first and then, of rows whose bulk is wider; if it still is, all are sorted."""
 
 SEARCHED_BLOCK = 64
 """Tokens of which only the highest is looked at, where the likeliest few are searched."""
 
 ROWS_AT_ONCE = 8
 """Rows of a batch that are gone through together: with 50k tokens, 1.5 MiB."""
+
+SUMMED_BLOCK = 256
+"""Tokens whose probabilities are added up at once, where all are added up."""
 
 Places = tuple[torch.Tensor, torch.Tensor]
 """Rows and token ids, int64 `[m]` each: one pair a logit."""
@@ -117,7 +120,7 @@ def penalise(
 
 def scale_by_temperature(logits: torch.Tensor, temperatures: torch.Tensor) -> torch.Tensor:
     """Return `logits [n, vocab_size]` below their row's highest, divided by `temperatures [n]`, all above 0."""
-    return (logits - logits.amax(dim=-1, keepdim=True)) / temperatures[:, None]
+    return (logits - logits.amax(dim=-1, keepdim=True)).div_(temperatures[:, None])
 
 
 def keep_min_p(probabilities: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
@@ -129,7 +132,7 @@ def keep_min_p(probabilities: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor
 def keep_top_k(probabilities: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
     """Zero all but the `top_k [n]` (at least 1) most likely tokens; those as likely as the last one stay too."""
     top_k = top_k.clamp(max=probabilities.shape[-1])
-    sorted_head = probabilities.topk(int(top_k.max()), dim=-1).values
+    sorted_head = _highest(probabilities, int(top_k.max()))
     least = sorted_head.gather(-1, top_k[:, None] - 1)
     return probabilities.masked_fill(probabilities < least, 0.0)
 
@@ -139,14 +142,23 @@ def keep_top_p(probabilities: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor
 
     The token that crosses the border stays, and so do those as likely as it. `top_p` is float64.
     """
-    wanted = running_sums(probabilities)[:, -1] * top_p
-    head = probabilities.topk(min(SORTED_HEAD, probabilities.shape[-1]), dim=-1).values
-    least, is_reached = _border(head, wanted)
-    wide = torch.nonzero(~is_reached).flatten()
-    if len(wide):
-        ordered = probabilities[wide].sort(dim=-1, descending=True).values
-        least[wide] = _border(ordered, wanted[wide])[0]
+    wanted = _sums_up_to_block(probabilities)[:, -1] * top_p
+    least = torch.empty_like(wanted, dtype=probabilities.dtype)[:, None]
+    wide, its_rows = torch.arange(len(wanted)), probabilities
+    for size in (*SORTED_HEADS, probabilities.shape[-1]):
+        least[wide], is_reached = _border(_highest(its_rows, size), wanted[wide])
+        wide = wide[~is_reached]
+        if not len(wide):
+            break
+        its_rows = probabilities[wide]
     return probabilities.masked_fill(probabilities < least, 0.0)
+
+
+def _highest(values: torch.Tensor, num: int) -> torch.Tensor:
+    """Return the `num` highest values of each row, or all, in descending order."""
+    if num >= values.shape[-1]:
+        return values.sort(dim=-1, descending=True).values
+    return values.gather(-1, likeliest(values, num))
 
 
 def _border(descending: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -155,6 +167,13 @@ def _border(descending: torch.Tensor, wanted: torch.Tensor) -> tuple[torch.Tenso
     num_before = (sums < wanted[:, None]).sum(dim=-1, keepdim=True)
     last = descending.shape[-1] - 1
     return descending.gather(-1, num_before.clamp(max=last)), num_before[:, 0] <= last
+
+
+def most_likely(logits: torch.Tensor) -> torch.Tensor:
+    """Return the lowest of the most likely token ids of each row of `logits [n, vocab_size]`; int64 `[n]`."""
+    if logits.device.type != "cpu":
+        return logits.max(dim=-1).indices
+    return torch.from_numpy(np.argmax(logits.numpy(), axis=-1))  # six times as fast as torch
 
 
 def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, named: torch.Tensor | None = None) -> Logprobs:
@@ -174,17 +193,13 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, named: torch.
     for some in torch.split(uncounted, ROWS_AT_ONCE):
         is_above = logits[some].numpy(force=True) > values[some, :1].numpy(force=True)  # numpy counts twice as fast
         ranks[some] = torch.from_numpy(np.count_nonzero(is_above, axis=-1))
-    logprobs = values - logits.amax(dim=-1, keepdim=True) + _highest_logprobs(logits)[:, None]
+    pieces = zip(torch.split(logits, ROWS_AT_ONCE), torch.split(told, ROWS_AT_ONCE), strict=True)
+    logprobs = torch.cat([some.log_softmax(dim=-1).gather(-1, ids) for some, ids in pieces])
     return Logprobs(
         told.to(torch.int32).numpy(force=True),
         logprobs.numpy(force=True),
         (ranks + 1).to(torch.int32).numpy(force=True),
     )
-
-
-def _highest_logprobs(logits: torch.Tensor) -> torch.Tensor:
-    """Return each row's highest logprob, `[n]`; a few rows at a time, which stay in the processor's caches."""
-    return torch.cat([rows.log_softmax(dim=-1).amax(dim=-1) for rows in torch.split(logits, ROWS_AT_ONCE)])
 
 
 def likeliest(values: torch.Tensor, num: int) -> torch.Tensor:
@@ -210,6 +225,16 @@ def running_sums(probabilities: torch.Tensor) -> torch.Tensor:
     return probabilities.cumsum(dim=-1, dtype=torch.float64)
 
 
+def _sums_up_to_block(probabilities: torch.Tensor) -> torch.Tensor:
+    """Return the sums of each row up to and including each block of `SUMMED_BLOCK` places, float64."""
+    num_rows, width = probabilities.shape
+    rest = width % SUMMED_BLOCK
+    blocks = probabilities[:, : width - rest].view(num_rows, -1, SUMMED_BLOCK).sum(dim=-1)
+    if rest:
+        blocks = torch.cat((blocks, probabilities[:, width - rest :].sum(dim=-1, keepdim=True)), dim=-1)
+    return running_sums(blocks)
+
+
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> npt.NDArray[np.float64]:
     """Return a number in [0, 1) for each (seed, position), `[n]`; the same pair always gives the same number.
 
@@ -231,8 +256,15 @@ def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
     """Return for each row the token whose share of the running sum holds `uniform [n]` of the total; int64 `[n]`.
 
-    Rows need not sum to 1. A token of probability 0 is never drawn.
+    Rows need not sum to 1. A token of probability 0 is never drawn. The block that holds it is found first.
     """
-    sums = running_sums(probabilities)
+    sums = _sums_up_to_block(probabilities)
     targets = sums[:, -1:] * uniform[:, None]
-    return torch.searchsorted(sums, targets, right=True).flatten()
+    block = torch.searchsorted(sums, targets, right=True)
+    before = torch.where(block > 0, sums.gather(-1, (block - 1).clamp(min=0)), 0.0)
+    places = block * SUMMED_BLOCK + torch.arange(SUMMED_BLOCK)
+    last = probabilities.shape[-1] - 1
+    inside = running_sums(probabilities.gather(-1, places.clamp(max=last)).masked_fill_(places > last, 0.0))
+    found = torch.searchsorted(inside, targets - before, right=True)
+    last_possible = torch.searchsorted(inside, inside[:, -1:].contiguous())
+    return (block * SUMMED_BLOCK + torch.minimum(found, last_possible)).flatten()

@@ -92,10 +92,10 @@ def sample(
     process(logits, rows)
     if logits_processors:
         failed |= _process_by(logits_processors, logits, rows)
-    best = logits.max(dim=-1)
-    for row in torch.nonzero(best.values == -torch.inf).flatten().tolist():
+    token_ids = processors.most_likely(logits)
+    highest = logits.gather(-1, token_ids[:, None])[:, 0]
+    for row in torch.nonzero(highest == -torch.inf).flatten().tolist():
         failed.setdefault(row, Cause("NoTokenAllowed", _nothing_allowed(rows[row], row in grammar_rows)))
-    token_ids = best.indices
     random = [i for i, row in enumerate(rows) if i not in failed and not row.params.is_greedy]
     if random:
         token_ids[random] = _draw(logits[random], [rows[i] for i in random])
@@ -259,8 +259,9 @@ def _right_aligned(values: Sequence[int] | TokenArray, width: int, filling: int)
 def _draw(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> torch.Tensor:
     """Draw for rows that are neither greedy nor failed."""
     params = [row.params for row in rows]
-    uniform = processors.uniforms([p.seed or 0 for p in params], [row.position for row in rows])
-    return processors.draw(restricted_probabilities(logits, params), torch.from_numpy(uniform))
+    uniform = torch.from_numpy(processors.uniforms([p.seed or 0 for p in params], [row.position for row in rows]))
+    pieces = [slice(i, i + processors.ROWS_AT_ONCE) for i in range(0, len(rows), processors.ROWS_AT_ONCE)]
+    return torch.cat([processors.draw(restricted_probabilities(logits[i], params[i]), uniform[i]) for i in pieces])
 
 
 def restricted_probabilities(logits: torch.Tensor, params: Sequence[SamplingParams]) -> torch.Tensor:
@@ -276,6 +277,8 @@ def restricted_probabilities(logits: torch.Tensor, params: Sequence[SamplingPara
         (processors.keep_top_p, top_p, top_p < 1),
     ):
         asking = torch.nonzero(is_asked).flatten()
-        if len(asking):
+        if len(asking) == len(params):
+            probabilities = keep(probabilities, values)
+        elif len(asking):
             probabilities[asking] = keep(probabilities[asking], values[asking])
     return probabilities

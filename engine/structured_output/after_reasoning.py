@@ -1,6 +1,7 @@
 """A grammar that holds for what follows the reasoning.
 
-::
+Where its markers are ordinary text it is one grammar for all of it; where they are tokens of their own, which may be
+special and so add nothing to a text, the grammar is told of none of them::
 
 BEFORE ──start token──▶ INSIDE ──end token──▶ AFTER: the grammar holds
    └──any token of the grammar───────────────▶ AFTER
@@ -9,14 +10,24 @@ BEFORE ──start token──▶ INSIDE ──end token──▶ AFTER: the gra
 from __future__ import annotations
 
 import enum
+import json
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
+from engine.client.parsers.reasoning import END, START
 from engine.outputs import GrammarMasks
-from engine.sampling_params import ReasoningTokens
 from engine.structured_output.grammar import Grammar
 from engine.structured_output.vocabulary import pack_bits
+
+
+def behind_reasoning(lark: str, *, is_begun: bool) -> str:
+    """Return a grammar of reasoning, whose markers are text, and then of `lark`; the first is there if `is_begun`."""
+    end = re.sub("(?=/)", r"\\", END)
+    start = "thought @form" if is_begun else f"@form | {json.dumps(START)} thought @form"
+    outer = f'start: {start}\nthought[lazy]: /(?s:.*){end}/\n%llguidance {{"no_forcing": true}}'
+    return json.dumps({"grammars": [{"lark_grammar": outer}, {"name": "form", "lark_grammar": lark}]})
 
 
 class _State(enum.Enum):
@@ -32,13 +43,19 @@ class GrammarAfterReasoning:
     """
 
     def __init__(
-        self, grammar: Grammar, tokens: ReasoningTokens, end_token_ids: Sequence[int], vocab_size: int
+        self,
+        grammar: Grammar,
+        markers: tuple[int, int],
+        end_token_ids: Sequence[int],
+        vocab_size: int,
+        *,
+        is_begun: bool,
     ) -> None:
         """Own `grammar`; `end_token_ids` are those that would end the request."""
         self._grammar = grammar
-        self._tokens = tokens
-        self._state = _State.INSIDE if tokens.start is None else _State.BEFORE
-        self._start_bits = pack_bits(vocab_size, [] if tokens.start is None else [tokens.start])
+        self._start, self._end = markers
+        self._state = _State.INSIDE if is_begun else _State.BEFORE
+        self._start_bits = pack_bits(vocab_size, [self._start])
         self._no_end_bits = np.bitwise_not(pack_bits(vocab_size, end_token_ids))
 
     @property
@@ -55,10 +72,10 @@ class GrammarAfterReasoning:
         """Advance over `token_ids`: the grammar is told those that follow the reasoning."""
         for index, token_id in enumerate(token_ids):
             match self._state:
-                case _State.BEFORE if token_id == self._tokens.start:
+                case _State.BEFORE if token_id == self._start:
                     self._state = _State.INSIDE
                 case _State.INSIDE:
-                    self._state = _State.AFTER if token_id == self._tokens.end else _State.INSIDE
+                    self._state = _State.AFTER if token_id == self._end else _State.INSIDE
                 case _:
                     self._state = _State.AFTER
                     return self._grammar.accept_tokens(token_ids[index:])

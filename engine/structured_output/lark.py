@@ -14,6 +14,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from engine.errors import InvalidGrammar
+from engine.structured_output.formats import make_exact
 from engine.structured_output.params import StructuredOutputsParams
 
 WHITESPACE = r"[ \t\n\r]{1,64}"
@@ -62,8 +63,8 @@ def _of_choice(params: StructuredOutputsParams) -> str:
 
 def _of_grammar(params: StructuredOutputsParams) -> str:
     grammar = params.grammar or ""
-    for found in _INLINE_SCHEMA.finditer(grammar):
-        _check_inline(grammar, found.end())
+    for found in reversed(list(_INLINE_SCHEMA.finditer(grammar))):
+        grammar = _with_inline_checked(grammar, found.end())
     if _GBNF.search(grammar) is None:
         return grammar
     try:
@@ -72,14 +73,18 @@ def _of_grammar(params: StructuredOutputsParams) -> str:
         raise InvalidGrammar(f"the grammar cannot be read as GBNF: {error!s:.200}") from None
 
 
-def _check_inline(grammar: str, start: int) -> None:
-    """Check the schema that stands in a grammar there; what is no JSON is the compiler's to refuse."""
+def _with_inline_checked(grammar: str, start: int) -> str:
+    """Return `grammar` with the schema that stands there ready to compile; what is no JSON is the compiler's to refuse.
+
+    It is written in one line but for its first bracket, so that what follows keeps its line.
+    """
     try:
-        schema, _ = json.JSONDecoder().raw_decode(grammar, start)
+        schema, end = json.JSONDecoder().raw_decode(grammar, start)
     except (ValueError, RecursionError):
-        return
-    for part in _schemas_in(schema):
-        _check_counts(part)
+        return grammar
+    _prepare(schema)
+    lines = "\n" * grammar.count("\n", start, end)
+    return f"{grammar[:start]}{{{lines}{json.dumps(schema)[1:]}{grammar[end:]}"
 
 
 def _of_structural_tag(params: StructuredOutputsParams) -> str:
@@ -105,12 +110,23 @@ def _json_rule(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
     options: dict[str, Any] = {"whitespace_pattern": params.whitespace_pattern or WHITESPACE}
     if params.disable_any_whitespace:
         options = {"whitespace_flexible": False}
+    own = _prepare(schema)
+    return f"%json {json.dumps(schema | {'x-guidance': options | own})}"
+
+
+def _prepare(schema: dict[str, Any]) -> dict[str, Any]:
+    """Check `schema` and have it say exactly what the compiler takes roughly, in place; return the options it sets."""
     own = schema.get("x-guidance", {})
     if not isinstance(own, dict):
         raise InvalidGrammar(f"x-guidance must be an object, got {own!r:.80}")
-    for part in _schemas_in(schema):
+    if own.get("lenient"):
+        raise InvalidGrammar(
+            "x-guidance: lenient would ignore what cannot be enforced: leave those keywords out instead"
+        )
+    for part in list(_schemas_in(schema)):
         _check_counts(part)
-    return f"%json {json.dumps(schema | {'x-guidance': options | own})}"
+        make_exact(part)
+    return own
 
 
 def _check_counts(schema: dict[str, Any]) -> None:

@@ -17,6 +17,15 @@ from engine.structured_output.vocabulary import Vocabulary, pack_bits
 
 MAX_ERROR_CHARS = 400
 """Of a compiler's message that is told."""
+_ADVICE = {
+    "Unimplemented keys": "leave them out, or say it in another way",
+    "Unknown format": "leave it out, or give a pattern",
+    "oneOf constraints": "it is set in the schema's x-guidance; anyOf says the same if its schemas exclude each other",
+    "is not present in a registry": "put what is referred to under $defs",
+    "are not disjoint": "let each name match one of them alone",
+    "schema too large": "make it simpler",
+}
+"""What to do about faults that the compiler tells in these words."""
 _PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
 """Of a fault in a text that the user did not write."""
 
@@ -98,6 +107,7 @@ def match(params: StructuredOutputsParams, lark: str, vocabulary: Vocabulary) ->
         fault = message_of(matcher)
         if params.kind != "grammar":
             fault = _PLACE.sub("", fault)
+        fault = "; ".join([fault, *(advice for words, advice in _ADVICE.items() if words in fault)])
         raise InvalidGrammar(f"{params.kind}: {fault}")
     mask = compute_mask(matcher, vocabulary.size + 1)
     if mask is None or not (mask[: len(vocabulary.ordinary)] & vocabulary.ordinary).any():

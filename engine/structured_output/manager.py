@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.client.tokenizer import load_tokenizer
 from engine.errors import Cause, InvalidGrammar, ModelError
 from engine.sampling_params import SamplingParams
-from engine.structured_output.after_reasoning import GrammarAfterReasoning
+from engine.structured_output.after_reasoning import GrammarAfterReasoning, behind_reasoning
 from engine.structured_output.grammar import Grammar
 from engine.structured_output.lark import to_lark
 from engine.structured_output.llguidance_backend import LLGuidanceGrammar, match
@@ -27,19 +27,23 @@ class StructuredOutputManager:
         Anew for each request: copies of a compiled grammar would share the limits of its lexer, so that one could fail
         by what another generated.
         """
-        asked = params.structured_outputs
+        asked, before = params.structured_outputs, params.reasoning
         assert asked is not None
         try:
             if self._vocabulary is None:
                 self._vocabulary = Vocabulary.of(load_tokenizer(self._model), self._vocab_size)
-            matcher = match(asked, lark or to_lark(asked), self._vocabulary)
+            lark = lark or to_lark(asked)
+            if before is not None and before.markers is None:
+                lark = behind_reasoning(lark, is_begun=before.is_begun)
+            matcher = match(asked, lark, self._vocabulary)
         except (InvalidGrammar, ModelError) as error:
             return refusal(str(error))
         grammar = LLGuidanceGrammar(matcher, self._vocabulary, params)
-        if params.reasoning is None:
+        if before is None or before.markers is None:
             return grammar
         ends = (*params.eos_token_ids, *params.stop_token_ids)
-        return GrammarAfterReasoning(grammar, params.reasoning, ends, self._vocabulary.size)
+        size = self._vocabulary.size
+        return GrammarAfterReasoning(grammar, before.markers, ends, size, is_begun=before.is_begun)
 
 
 def refusal(message: str) -> Cause:

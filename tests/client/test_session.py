@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import trio
 
@@ -20,7 +23,7 @@ from engine.errors import (
     QueueFull,
     RequestAborted,
 )
-from engine.outputs import FinishReason
+from engine.outputs import FinishReason, Logprobs
 from engine.sampling_params import OutputKind, SamplingParams
 from engine.testing import expected_tokens
 from fuzz.injection import cancelled_at
@@ -98,15 +101,13 @@ async def test_text_and_messages_begin_a_session_and_text_goes_on() -> None:
     [
         ({"n": 2}, "n"),
         ({"stop": ["x"]}, "stop"),
-        ({"structured_outputs": {"regex": "a"}}, "structured_outputs"),
-        ({"prompt_logprobs": 0}, "prompt_logprobs"),
         ({"output_kind": OutputKind.FINAL_ONLY}, "output_kind"),
     ],
 )
 async def test_what_no_session_obeys_is_refused_by_name(fields: dict[str, Any], name: str) -> None:
     params = SamplingParams(**fields)
     async with open_null() as llm:
-        with pytest.raises(InvalidRequest, match="session") as refused:
+        with pytest.raises(InvalidRequest, match=rf"{name} .* cannot be had in a session: .*, so ") as refused:
             async with llm.session(params):
                 pass
         assert refused.value.param == name
@@ -115,6 +116,53 @@ async def test_what_no_session_obeys_is_refused_by_name(fields: dict[str, Any], 
             with pytest.raises(InvalidRequest, match="session"):
                 await session.send([65], params)
             await session.turn().collect()
+
+
+@pytest.mark.parametrize("isolation", ["thread", pytest.param("process", marks=pytest.mark.slow)])
+async def test_each_turn_has_the_form_that_its_part_asks_for(isolation: str) -> None:
+    forms = [None, {"regex": "[ab]{4}"}, {"choice": ["yes", "no"]}, None, {"regex": "("}]
+    async with open_null(isolation=isolation) as llm, llm.session(GREEDY) as session:
+        for form in forms:
+            await session.send([65], SamplingParams(temperature=0, max_tokens=9, structured_outputs=form))
+        texts = [await session.turn().collect() for _ in forms]
+        assert re.fullmatch("[ab]{4}", texts[1].text)
+        assert texts[2].text in {"yes", "no"}
+        assert [len(texts[0].token_ids), len(texts[3].token_ids)] == [9, 9]
+        assert [text.finish_reason for text in texts] == ["length", "stop", "stop", "length", "error"]
+        assert texts[4].error is not None
+        assert texts[4].error.type == "InvalidGrammar"
+        with pytest.raises(RequestAborted):
+            await session.send([65])
+
+
+async def test_each_turn_tells_the_logprobs_of_its_parts_tokens(byte_llama: Path) -> None:
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2)
+    settings = {
+        "isolation": "thread",
+        "num_threads": 1,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 16,
+        "log_level": "error",
+    }
+    async with engine.open_engine(str(byte_llama), **settings) as llm:
+        async with llm.session(params) as session:
+            told, known = [], []
+            for part in ([65] * 20, [66, 67, 68], [70] * 40, [69]):
+                plain = msgspec.structs.replace(params, prompt_logprobs=None) if part[0] == 70 else params
+                await session.send(part, plain)
+                turn = session.turn()
+                answer = await turn.collect()
+                assert (turn.prompt_logprobs is None) == (plain is not params)
+                told += [turn.prompt_logprobs] if turn.prompt_logprobs else []
+                known = [*known[:-1], *part, *answer.token_ids]
+        async with llm.generate(known, msgspec.structs.replace(params, max_tokens=1)) as stream:
+            whole = (await stream.collect()).prompt_logprobs
+    assert [len(logprobs) for logprobs in told] == [19, 3, 1]
+    places = [*range(19), *range(21, 24), 68]
+    joined = Logprobs.join(told)
+    assert joined.token_ids[:, 0].tolist() == [known[place + 1] for place in places]
+    assert (joined.token_ids == whole.token_ids[places]).all()
+    assert abs(joined.logprobs - whole.logprobs[places]).max() < 1e-5
 
 
 async def test_a_part_that_is_refused_costs_the_session_nothing() -> None:

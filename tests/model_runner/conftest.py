@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,19 +21,10 @@ torch.set_num_threads(1)
 GREEDY = SamplingParams(temperature=0)
 
 
-@pytest.fixture(scope="session")
-def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A float32 checkpoint with random norms, and the same model in transformers eager."""
+def make_llama(folder: Path, **sizes: Any) -> Any:
+    """Write a float32 checkpoint with random norms to `folder`; return the same model in transformers eager."""
     config = transformers.LlamaConfig(
-        vocab_size=199,
-        hidden_size=48,
-        intermediate_size=80,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-        initializer_range=0.15,
-        tie_word_embeddings=True,
+        vocab_size=199, num_hidden_layers=2, max_position_embeddings=128, initializer_range=0.15, **sizes
     )
     config._attn_implementation = "eager"
     torch.manual_seed(3)
@@ -42,9 +33,33 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.normal_(1.0, 0.3)
-    folder = tmp_path_factory.mktemp("tiny-llama")
     model.save_pretrained(folder)
-    return folder, model
+    return model
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A checkpoint that only torch's operations run, and its oracle."""
+    folder = tmp_path_factory.mktemp("tiny-llama")
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "num_attention_heads": 6, "num_key_value_heads": 2}
+    return folder, make_llama(folder, **sizes, tie_word_embeddings=True)
+
+
+class Oracle(NamedTuple):
+    """A checkpoint, the same model in transformers eager, and settings that choose the operations to run it on."""
+
+    folder: Path
+    model: Any
+    settings: dict[str, Any]
+
+
+@pytest.fixture(scope="session", params=["torch", "compiled"])
+def oracle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """One that both torch's operations and those in C run: all its sizes are multiples of 16."""
+    folder = tmp_path_factory.mktemp("wide-llama")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
+    settings = {"kernels": request.param, "block_size": 16}
+    return Oracle(folder, make_llama(folder, **sizes, tie_word_embeddings=True), settings)
 
 
 class Driver:

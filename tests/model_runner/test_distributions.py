@@ -1,11 +1,13 @@
-"""What core and runner draw from, against transformers on the same weights: 50 drawn parameter sets in one batch."""
+"""What core and runner draw from, against transformers on the same weights: 50 drawn parameter sets in one batch.
+
+On torch's operations and on those in C.
+"""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +22,7 @@ from engine.outputs import FinishReason, RequestId
 from engine.protocol import EngineCoreRequest
 from engine.sampling import sampler
 from engine.sampling_params import SamplingParams
+from tests.model_runner.conftest import Oracle
 
 VOCAB_SIZE, MAX_TOKENS = 199, 8
 MAX_ERROR = 1e-4
@@ -61,11 +64,12 @@ PROMPTS = [draw_prompt(number) for number in range(50)]
 
 
 def generate(
-    folder: Path, prompts: Sequence[list[int]], params: Sequence[SamplingParams], **settings: Any
+    oracle: Oracle, prompts: Sequence[list[int]], params: Sequence[SamplingParams], **settings: Any
 ) -> tuple[list[list[int]], list[FinishReason | None]]:
     """Return the tokens and finish reasons of all prompts, run together."""
-    config = EngineConfig(num_threads=1, block_size=4, max_model_len=64, num_gpu_blocks_override=600, **settings)
-    runner = ModelRunner(config, folder)
+    fields = {"num_threads": 1, "max_model_len": 64, "num_gpu_blocks_override": 600} | oracle.settings | settings
+    config = EngineConfig(**fields)
+    runner = ModelRunner(config, oracle.folder)
     core = EngineCore(config, runner.start(lambda *call: None))
     for i, (prompt, its_params) in enumerate(zip(prompts, params, strict=True)):
         core.add(EngineCoreRequest(RequestId(str(i)), str(i), prompt, its_params, arrival_time=0.0), now=0.0)
@@ -131,14 +135,12 @@ class Drawn:
 
 
 @torch.inference_mode()
-def test_every_draw_is_from_the_distribution_of_transformers(
-    tiny_llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_draw_is_from_the_distribution_of_transformers(oracle: Oracle, monkeypatch: pytest.MonkeyPatch) -> None:
     drawn = Drawn(monkeypatch)
-    outputs, reasons = generate(tiny_llama[0], PROMPTS, PARAMS, max_num_seqs=24, max_num_batched_tokens=64)
+    outputs, reasons = generate(oracle, PROMPTS, PARAMS, max_num_seqs=24, max_num_batched_tokens=64)
     num_compared, num_greedy, worst = 0, 0, 0.0
     for prompt, params, output in zip(PROMPTS, PARAMS, outputs, strict=True):
-        all_logits = tiny_llama[1](torch.tensor([prompt + output]), use_cache=False).logits[0]
+        all_logits = oracle.model(torch.tensor([prompt + output]), use_cache=False).logits[0]
         for i, token_id in enumerate(output):
             position = len(prompt) + i
             scores = by_transformers(all_logits[position - 1], prompt, output[:i], params)[0]
@@ -158,8 +160,8 @@ def test_every_draw_is_from_the_distribution_of_transformers(
     assert {FinishReason.STOP, FinishReason.LENGTH} == set(reasons)
 
 
-def test_outputs_end_at_the_first_end_token_that_may_end_them(tiny_llama: tuple[Path, Any]) -> None:
-    outputs, reasons = generate(tiny_llama[0], PROMPTS, PARAMS, max_num_seqs=50)
+def test_outputs_end_at_the_first_end_token_that_may_end_them(oracle: Oracle) -> None:
+    outputs, reasons = generate(oracle, PROMPTS, PARAMS, max_num_seqs=50)
     for params, output, reason in zip(PARAMS, outputs, reasons, strict=True):
         ends = {*params.stop_token_ids, *params.eos_token_ids}
         assert not ends & set(output[:-1])
@@ -169,13 +171,13 @@ def test_outputs_end_at_the_first_end_token_that_may_end_them(tiny_llama: tuple[
 
 
 @torch.inference_mode()
-def test_frequencies_of_many_seeds_follow_the_distribution_of_transformers(tiny_llama: tuple[Path, Any]) -> None:
+def test_frequencies_of_many_seeds_follow_the_distribution_of_transformers(oracle: Oracle) -> None:
     num_draws, prompt = 1500, [17, 5, 101]
     fields = {"temperature": 1.3, "top_k": 12, "repetition_penalty": 1.4, "logit_bias": {8: 1.0}, "max_tokens": 1}
     params = [SamplingParams(seed=seed, **fields) for seed in range(num_draws)]
-    outputs, _ = generate(tiny_llama[0], [prompt] * num_draws, params, max_num_seqs=512)
+    outputs, _ = generate(oracle, [prompt] * num_draws, params, max_num_seqs=512)
     counts = np.bincount([output[0] for output in outputs], minlength=VOCAB_SIZE)
-    logits = tiny_llama[1](torch.tensor([prompt]), use_cache=False).logits[0, -1]
+    logits = oracle.model(torch.tensor([prompt]), use_cache=False).logits[0, -1]
     expected = num_draws * by_transformers(logits, prompt, [], params[0])[0].double().softmax(-1).numpy()
     kept = expected > 0
     assert kept.sum() == 12

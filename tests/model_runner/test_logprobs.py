@@ -1,8 +1,10 @@
-"""Logprobs through core and runner against transformers: in chunks, preempted, beside others, with cached prompts."""
+"""Logprobs through core and runner against transformers: in chunks, preempted, beside others, with cached prompts.
+
+On torch's operations and on those in C.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,9 +17,10 @@ from engine.model_runner.model_runner import ModelRunner
 from engine.outputs import Logprobs, RequestId
 from engine.protocol import EngineCoreRequest
 from engine.sampling_params import SamplingParams
+from tests.model_runner.conftest import Oracle
 
 MAX_TOKENS = 10
-SHARED = torch.randint(0, 199, (9,), generator=torch.Generator().manual_seed(77)).tolist()
+SHARED = torch.randint(0, 199, (18,), generator=torch.Generator().manual_seed(77)).tolist()
 
 
 def draw_prompt(i: int) -> list[int]:
@@ -51,10 +54,10 @@ class Result:
         self.prompt_logprobs: list[Logprobs] = []
 
 
-def run(folder: Path, which: list[int], **settings: Any) -> tuple[dict[int, Result], EngineCore]:
-    fields = {"max_num_batched_tokens": 11, "max_num_seqs": 8, "block_size": 4, "max_model_len": 64}
-    config = EngineConfig(**(fields | {"num_gpu_blocks_override": 18, "num_threads": 1} | settings))
-    runner = ModelRunner(config, folder)
+def run(oracle: Oracle, which: list[int], **settings: Any) -> tuple[dict[int, Result], EngineCore]:
+    fields = {"max_num_batched_tokens": 11, "max_num_seqs": 8, "max_model_len": 64, "num_threads": 1}
+    config = EngineConfig(**(fields | {"num_gpu_blocks_override": 7} | oracle.settings | settings))
+    runner = ModelRunner(config, oracle.folder)
     core = EngineCore(config, runner.start(lambda *call: None))
     for i in which:
         core.add(EngineCoreRequest(RequestId(str(i)), str(i), PROMPTS[i], PARAMS[i], arrival_time=0.0), now=0.0)
@@ -77,8 +80,8 @@ def run(folder: Path, which: list[int], **settings: Any) -> tuple[dict[int, Resu
 
 
 @pytest.fixture(scope="module")
-def together(tiny_llama: tuple[Path, Any]) -> tuple[dict[int, Result], EngineCore]:
-    return run(tiny_llama[0], list(range(len(PROMPTS))))
+def together(oracle: Oracle) -> tuple[dict[int, Result], EngineCore]:
+    return run(oracle, list(range(len(PROMPTS))))
 
 
 def assert_is(told: Logprobs, expected: torch.Tensor, token_ids: list[int], num_top: int) -> None:
@@ -95,7 +98,7 @@ def assert_is(told: Logprobs, expected: torch.Tensor, token_ids: list[int], num_
 
 @torch.inference_mode()
 def test_logprobs_are_those_of_transformers_before_every_parameter(
-    tiny_llama: tuple[Path, Any], together: tuple[dict[int, Result], EngineCore]
+    oracle: Oracle, together: tuple[dict[int, Result], EngineCore]
 ) -> None:
     results, core = together
     assert core.stats().num_preemptions > 0
@@ -103,7 +106,7 @@ def test_logprobs_are_those_of_transformers_before_every_parameter(
     for i, (prompt, params) in enumerate(zip(PROMPTS, PARAMS, strict=True)):
         result = results[i]
         assert len(result.token_ids) == MAX_TOKENS
-        logits = tiny_llama[1](torch.tensor([prompt + result.token_ids]), use_cache=False).logits[0]
+        logits = oracle.model(torch.tensor([prompt + result.token_ids]), use_cache=False).logits[0]
         expected = logits.log_softmax(-1)
         if params.logprobs is None:
             assert result.logprobs == []
@@ -118,10 +121,10 @@ def test_logprobs_are_those_of_transformers_before_every_parameter(
 
 
 def test_each_request_gets_alone_what_it_gets_in_a_mixed_and_preempted_batch(
-    tiny_llama: tuple[Path, Any], together: tuple[dict[int, Result], EngineCore]
+    oracle: Oracle, together: tuple[dict[int, Result], EngineCore]
 ) -> None:
     for i, result in together[0].items():
-        alone = run(tiny_llama[0], [i], max_num_batched_tokens=64)[0][i]
+        alone = run(oracle, [i], max_num_batched_tokens=64)[0][i]
         assert alone.token_ids == result.token_ids
         for ours, theirs in ((result.logprobs, alone.logprobs), (result.prompt_logprobs, alone.prompt_logprobs)):
             if not theirs:

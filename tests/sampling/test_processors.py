@@ -51,7 +51,7 @@ def test_top_p_of_a_wide_row_equals_that_of_a_sort(monkeypatch: pytest.MonkeyPat
     probabilities = torch.cat((probabilities_of(1, 2, 400), torch.full((1, 400), 1 / 400)))
     share = torch.tensor([0.2, 0.9999, 0.7], dtype=torch.float64)
     whole = processors.keep_top_p(probabilities, share)
-    monkeypatch.setattr(processors, "SORTED_HEAD", 8)
+    monkeypatch.setattr(processors, "SORTED_HEADS", (4, 8))
     assert torch.equal(processors.keep_top_p(probabilities, share), whole)
 
 
@@ -140,3 +140,29 @@ def test_ranks_are_told_of_tokens_among_the_likeliest_and_beyond() -> None:
     named = processors.gather_logprobs(logprobs, order[range(40), wanted], torch.arange(80).view(40, 2))
     assert (named.ranks == told.ranks).all()
     assert named.token_ids[:, 1:].tolist() == torch.arange(80).view(40, 2).tolist()
+
+
+@pytest.mark.parametrize("width", [5, 256, 49_152, 49_159])
+def test_a_draw_by_blocks_is_one_by_running_sums_the_same_alone_and_in_any_number_of_threads(width: int) -> None:
+    probabilities = torch.softmax(torch.randn(9, width, generator=torch.Generator().manual_seed(width)) * 4, dim=-1)
+    probabilities[3, 1:] = 0.0
+    probabilities[4, : width - 1] = 0.0
+    probabilities[5] = probabilities[5].masked_fill(probabilities[5] < probabilities[5].amax() / 9, 0.0)
+    draw = torch.Generator().manual_seed(1)
+    uniforms = [torch.zeros(9), torch.full((9,), 1 - 2.0**-52, dtype=torch.float64)]
+    uniforms += [torch.rand(9, generator=draw, dtype=torch.float64) for _ in range(10)]
+    for uniform in uniforms:
+        uniform = uniform.double()
+        token_ids = processors.draw(probabilities, uniform)
+        assert (probabilities.gather(-1, token_ids[:, None]) > 0).all()
+        sums = processors.running_sums(probabilities)
+        target = sums[:, -1] * uniform
+        upper = sums.gather(-1, token_ids[:, None])[:, 0]
+        lower = upper - probabilities.gather(-1, token_ids[:, None])[:, 0]
+        assert ((lower <= target + 1e-6) & (target - 1e-6 <= upper)).all()
+        alone = [processors.draw(probabilities[i : i + 1], uniform[i : i + 1]) for i in range(9)]
+        assert torch.equal(torch.cat(alone), token_ids)
+        torch.set_num_threads(2)
+        assert torch.equal(processors.draw(probabilities, uniform), token_ids)
+        assert torch.equal(processors.draw(probabilities[:1], uniform[:1]), token_ids[:1])
+        torch.set_num_threads(1)

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 
 from engine.outputs import GrammarMasks
-from engine.sampling_params import ReasoningTokens
-from engine.structured_output.after_reasoning import GrammarAfterReasoning
+from engine.sampling_params import SamplingParams
+from engine.structured_output.after_reasoning import GrammarAfterReasoning, behind_reasoning
 from engine.structured_output.grammar import new_bitmasks
+from engine.structured_output.lark import to_lark
+from engine.structured_output.llguidance_backend import LLGuidanceGrammar, match
+from engine.structured_output.params import structured_outputs_params
+from engine.structured_output.vocabulary import Vocabulary
+from tests.structured_output.conftest import allowed as bytes_allowed
 
 START, MARK, EOS, SIZE = 3, 77, 5, 6000
-OPENING, INSIDE = ReasoningTokens(START, MARK), ReasoningTokens(None, MARK)
+BYTES = Vocabulary([*(bytes([byte]) for byte in range(256)), b""])
+MARKERS = START, MARK
 
 
 class Told:
@@ -42,7 +49,7 @@ def allowed(grammar: GrammarAfterReasoning) -> set[int]:
 @pytest.mark.parametrize("sizes", [(5,), (1, 1, 1, 1, 1), (2, 1, 2), (3, 2), (4, 1)])
 def test_only_what_follows_the_reasonings_end_is_told_however_it_comes(sizes: tuple[int, ...]) -> None:
     inner = Told()
-    grammar = GrammarAfterReasoning(inner, INSIDE, [EOS], SIZE)
+    grammar = GrammarAfterReasoning(inner, MARKERS, [EOS], SIZE, is_begun=True)
     token_ids = [9, 198, MARK, 271, 5005]
     for size in sizes:
         assert grammar.accept_tokens(token_ids[:size])
@@ -52,7 +59,7 @@ def test_only_what_follows_the_reasonings_end_is_told_however_it_comes(sizes: tu
 
 
 def test_inside_of_reasoning_everything_is_allowed_but_an_end() -> None:
-    grammar = GrammarAfterReasoning(Told(), INSIDE, [EOS, 6], SIZE)
+    grammar = GrammarAfterReasoning(Told(), MARKERS, [EOS, 6], SIZE, is_begun=True)
     assert {*range(SIZE)} - allowed(grammar) == {EOS, 6}
     assert not grammar.is_finished
     grammar.accept_tokens([MARK])
@@ -61,14 +68,43 @@ def test_inside_of_reasoning_everything_is_allowed_but_an_end() -> None:
 
 def test_a_text_may_begin_with_reasoning_or_with_its_form() -> None:
     inner = Told()
-    grammar = GrammarAfterReasoning(inner, OPENING, [EOS], SIZE)
+    grammar = GrammarAfterReasoning(inner, MARKERS, [EOS], SIZE, is_begun=False)
     assert allowed(grammar) == {START, 42}
     grammar.accept_tokens([START])
     assert EOS not in allowed(grammar)
     assert {START, 42, 13} <= allowed(grammar)
     grammar.accept_tokens([13, START, MARK, 42])
     assert inner.token_ids == [42]
-    other = GrammarAfterReasoning(Told(), OPENING, [EOS], SIZE)
+    other = GrammarAfterReasoning(Told(), MARKERS, [EOS], SIZE, is_begun=False)
     assert other.accept_tokens([42])
     assert allowed(other) == {42}
     assert not other.accept_tokens([13])
+
+
+FORMS: list[tuple[dict[str, Any], str, str]] = [
+    ({"regex": "[0-9]{2}"}, "12", "1x"),
+    ({"json": {"type": "object", "required": ["a"]}}, '{"a": 1}', "{}"),
+    ({"grammar": 'start: "<th" /a+/'}, "<tha", "<think>"),
+    ({"choice": ["<think>", "no"]}, "no", "yes"),
+]
+
+
+@pytest.mark.parametrize(("asked", "good", "bad"), FORMS, ids=[next(iter(asked)) for asked, _, _ in FORMS])
+def test_markers_may_be_spelled_in_any_tokens(asked: dict[str, Any], good: str, bad: str) -> None:
+    params = structured_outputs_params(asked)
+
+    def takes(text: str, *, is_begun: bool) -> bool:
+        lark = behind_reasoning(to_lark(params), is_begun=is_begun)
+        grammar = LLGuidanceGrammar(match(params, lark, BYTES), BYTES, SamplingParams(stop_token_ids=(256,)))
+        for byte in text.encode():
+            if byte not in bytes_allowed(grammar, BYTES) or not grammar.accept_tokens([byte]):
+                return False
+        return grammar.is_finished or 256 in bytes_allowed(grammar, BYTES)
+
+    for thought in ("", "hm\n{}", "a<b</thin</think", "<think>é"):
+        for text, is_right in ((good, True), (bad, False), ("", False)):
+            assert takes(f"{thought}</think>{text}", is_begun=True) is is_right
+            assert takes(f"<think>{thought}</think>{text}", is_begun=False) is is_right
+    assert takes(good, is_begun=False)
+    assert not takes(bad, is_begun=False)
+    assert not takes(good, is_begun=True)

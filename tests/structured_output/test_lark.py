@@ -67,8 +67,13 @@ def test_a_kind_allows_its_texts_and_no_others(asked: dict[str, Any], yes: list[
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"json": {"type": "strnig"}}, "json: Invalid type: strnig"),
-    ({"json": {"type": "string", "format": "frobnicate"}}, "Unknown format: frobnicate"),
-    ({"json": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+    (
+        {"json": {"type": "string", "format": "frobnicate"}},
+        "Unknown format: frobnicate; leave it out, or give a pattern",
+    ),
+    ({"json": {"type": "array", "uniqueItems": True}}, '["uniqueItems"]; leave them out'),
+    ({"json": {"$ref": "http://elsewhere/a"}}, "put what is referred to under $defs"),
+    ({"json": {"oneOf": [{"minimum": 1}, {"maximum": 5}]}}, "x-guidance"),
     ({"json": {"not": {"type": "string"}}}, "not"),
     ({"json": {"oneOf": [{"type": "string"}, {"const": "a"}]}}, "oneOf constraints are not supported"),
     ({"json": {"type": "object", "minProperties": 2}}, "minProperties 2 needs as many required properties, got 0"),

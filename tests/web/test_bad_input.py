@@ -154,7 +154,7 @@ async def test_odd_text_that_is_text_is_served(served, text):
 async def test_an_unknown_role_is_told_the_known_ones_and_a_long_path_is_not_echoed(served):
     answer = await served.post(served.chat(messages=[{"role": "wizard", "content": "hi"}]))
     assert answer.status == 400
-    assert "'wizard'; a role is one of system, developer, user, assistant" in answer.error["message"]
+    assert "'wizard'; known are system, developer, user, assistant" in answer.error["message"]
     answer = await served.request("GET", "/" + "x" * 5000)
     assert answer.status == 404
     assert len(answer.error["message"]) < 300

@@ -207,3 +207,21 @@ def test_what_a_text_must_match_is_said_in_openais_way_or_in_vllms():
     assert (
         chat(response_format={"type": "text"}, structured_outputs={"regex": "a"}).sampling_params().structured_outputs
     )
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"response_format": {"type": "xml"}}, "'xml'; known are text, json_object, json_schema, structural_tag"),
+        (
+            {"tool_choice": "sometimes"},
+            "'sometimes'; known are none, auto, required, and an object that names a function",
+        ),
+        ({"tools": [{"type": "retrieval"}]}, "'retrieval'; known are function"),
+        ({"reasoning_effort": "huge"}, "'huge'; known are none, minimal, low, medium, high, xhigh"),
+    ],
+)
+def test_of_a_field_that_has_a_few_words_they_are_told(fields, says):
+    with pytest.raises(InvalidRequest) as refused:
+        chat(**fields)
+    assert str(refused.value).endswith(says)

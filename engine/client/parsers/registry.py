@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
-from engine.client.parsers import reasoning
+from engine.client.parsers import hermes, mistral, reasoning
+from engine.client.parsers.free import FormOfCalls, calls_alone, tagged_calls
 from engine.client.parsers.hermes import HermesParser
 from engine.client.parsers.llama3_json import Llama3JsonParser
 from engine.client.parsers.mistral import MistralParser
@@ -21,17 +22,25 @@ class ToolFormat(NamedTuple):
         make_parser: Makes what reads them.
         markers: Tokens by which they are found; shown to the parser also where they are special.
         signs: What a chat template of such models holds.
+        form_of_calls: The form of a text whose calls are valid ones; None where no grammar can say it.
     """
 
     make_parser: Callable[[], Parser]
     markers: tuple[str, ...]
     signs: tuple[str, ...]
+    form_of_calls: FormOfCalls | None = None
 
 
 TOOL_FORMATS = {
-    "hermes": ToolFormat(HermesParser, HermesParser.MARKERS, ("<tool_call>",)),
-    "mistral": ToolFormat(MistralParser, MistralParser.MARKERS, ("[TOOL_CALLS]",)),
-    "llama3_json": ToolFormat(Llama3JsonParser, Llama3JsonParser.MARKERS, ("<|python_tag|>", '"parameters":')),
+    "hermes": ToolFormat(
+        HermesParser, HermesParser.MARKERS, ("<tool_call>",), tagged_calls(hermes.START, "\n", f"\n{hermes.END}")
+    ),
+    "mistral": ToolFormat(
+        MistralParser, MistralParser.MARKERS, ("[TOOL_CALLS]",), tagged_calls(mistral.START, "[", "]")
+    ),
+    "llama3_json": ToolFormat(
+        Llama3JsonParser, Llama3JsonParser.MARKERS, ("<|python_tag|>", '"parameters":'), calls_alone
+    ),
     "pythonic": ToolFormat(PythonicParser, PythonicParser.MARKERS, ("[func_name1(",)),
 }
 """The families, in the order in which their signs are looked for."""

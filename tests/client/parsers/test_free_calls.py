@@ -1,0 +1,85 @@
+"""Where a strict function may be called, all that its family's parser reads as a call is a valid one."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import jsonschema
+import msgspec
+import pytest
+
+from engine.client.parsers.pieces import CallArguments, CallBegun
+from engine.client.parsers.registry import TOOL_FORMATS
+from tests.structured_output.conftest import accepts, start, write
+
+SCHEMAS = {
+    "f": {"type": "object", "properties": {"x": {"enum": [1, "a"]}}, "required": ["x"], "additionalProperties": False},
+    "get_weather": {"type": "object", "properties": {"day": {"type": "string", "format": "date"}}},
+}
+HERMES = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+MISTRAL = '[TOOL_CALLS][{"name": "%s", "arguments": %s}]'
+ARGUMENTS = '{"x":1}'
+LLAMA = '{"name": "%s", "parameters": %s}'
+TEXTS: dict[str, tuple[list[str], list[str]]] = {
+    "hermes": (
+        [
+            "",
+            "free < text",
+            f"a {HERMES % ('f', ARGUMENTS)} b{HERMES % ('get_weather', '{}')}",
+            HERMES % ("f", '{"x": "a"}'),
+        ],
+        [
+            '<tool_call>{"name": "f"}',
+            HERMES % ("f", '{"x":2}'),
+            HERMES % ("f", "{}"),
+            HERMES % ("g", "{}"),
+            "<tool_call>",
+        ],
+    ),
+    "mistral": (
+        ["", "free [ text", f"a {MISTRAL % ('f', ARGUMENTS)} b", MISTRAL % ("get_weather", '{"day": "2024-02-29"}')],
+        ["[TOOL_CALLS]f{}", MISTRAL % ("f", "{}"), MISTRAL % ("get_weather", '{"day": "2023-02-29"}')],
+    ),
+    "llama3_json": (
+        ["", " \n", "free {", "<b>", "<", "é", LLAMA % ("f", ARGUMENTS), "; ".join([LLAMA % ("f", ARGUMENTS)] * 2)],
+        [LLAMA % ("f", "{}"), " {", '{"a": 1}', "<|python_tag|>{", " <|", LLAMA % ("g", "{}"), "\u00a0{"],
+    ),
+}
+
+
+def asked(name: str) -> dict[str, Any]:
+    form_of_calls = TOOL_FORMATS[name].form_of_calls
+    assert form_of_calls is not None
+    return msgspec.structs.asdict(form_of_calls(list(SCHEMAS.items())))
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_a_text_is_free_but_for_its_calls(name: str) -> None:
+    form = asked(name)
+    allowed, forbidden = TEXTS[name]
+    assert [text for text in allowed if not accepts(form, text)] == []
+    assert [text for text in forbidden if accepts(form, text)] == []
+
+
+@pytest.mark.parametrize("name", TEXTS)
+@pytest.mark.parametrize("opening", ["", "begun"])
+def test_whatever_the_parser_reads_as_a_call_is_valid(name: str, opening: str) -> None:
+    draw, num_calls, form = random.Random(name), 0, asked(name)
+    begun = {"hermes": "a<tool_call>", "mistral": "[TOOL_CALLS]", "llama3_json": "{"}[name] if opening else ""
+    for _ in range(12):
+        grammar = start(form, stop_token_ids=(0,))
+        assert grammar.accept_tokens(list(begun.encode()))
+        text, is_complete = write(grammar, draw)
+        parser = TOOL_FORMATS[name].make_parser()
+        pieces = [*parser.feed(begun + text.decode(errors="replace")), *parser.finish()]
+        names = [piece.name for piece in pieces if isinstance(piece, CallBegun)]
+        assert set(names) <= SCHEMAS.keys()
+        if not is_complete:
+            continue
+        for number, called in enumerate(names):
+            arguments = [p.text for p in pieces if isinstance(p, CallArguments) and p.number == number]
+            jsonschema.validate(json.loads("".join(arguments)), SCHEMAS[called])
+            num_calls += 1
+    assert bool(num_calls) is bool(opening)
