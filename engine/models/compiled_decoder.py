@@ -254,7 +254,7 @@ class CompiledDecoder:
 
     def _prepared(self, norm: DecoderNorm | None, rows: torch.Tensor, size: int, form: Form | None = None) -> Norm:
         """Describe the change of rows into inputs of products with weights of `form`, that of layers by default."""
-        form = (form or self._forms.layers).of_inputs
+        form = (form or self._forms.layers)
         operation = self._norm(norm, rows, self._input(size, form), form, size, size)
         operation.out_stride = size + -size % INPUT_MULTIPLE
         return operation
@@ -301,7 +301,7 @@ class CompiledDecoder:
         operation = Product(Kind.LINEAR, form, packed.num_outputs, packed.num_inputs, epilogue, activation)
         operation.multiplier = self.config.residual_multiplier
         operation.weight, operation.scales = pointer(packed.data), pointer(packed.scales)
-        operation.bias, operation.in_ = pointer(packed.bias), pointer(self._input(num_inputs, form.of_inputs))
+        operation.bias, operation.in_ = pointer(packed.bias), pointer(self._input(num_inputs, form))
         operation.out, operation.out_stride = pointer(out), stride
         return operation
 

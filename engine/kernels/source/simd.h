@@ -31,7 +31,7 @@ typedef int8_t bytes __attribute__((vector_size(LANES)));
 INLINE floats load(const float *from) { floats v; memcpy(&v, from, sizeof v); return v; }
 INLINE void store(float *to, floats v) { memcpy(to, &v, sizeof v); }
 INLINE words load_words(const void *from) { words v; memcpy(&v, from, sizeof v); return v; }
-INLINE floats all(float x) { return (floats){} + x; }
+INLINE floats all(float x) { return x - (floats){}; } /* adding zero would change -0, and cost an addition */
 INLINE floats choose(ints mask, floats yes, floats no) { return (floats)((mask & (ints)yes) | (~mask & (ints)no)); }
 
 /* The larger one; `b` where `a` is no number. */
