@@ -81,6 +81,7 @@ class Kind(enum.IntEnum):
     ROTATE = 3
     ATTEND = 4
     CAP = 5
+    GREATEST = 6
 
 
 class Epilogue(enum.IntEnum):
@@ -163,6 +164,12 @@ class Cap(ctypes.Structure):
     _fields_ = _fields((c_int32, "kind size"), (c_float, "divisor cap"), (c_void_p, "rows"))
 
 
+class Greatest(ctypes.Structure):
+    """Of each row the greatest number and where it is."""
+
+    _fields_ = _fields((c_int32, "kind size"), (c_void_p, "rows values places"))
+
+
 class Program:
     """A list of operations, and whatever memory they refer to."""
 
@@ -184,6 +191,16 @@ class Team(NamedTuple):
     library: ctypes.CDLL
     num_threads: int
     spin_ns: int
+
+
+def greatest(team: Team, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the greatest number of each row of `rows [n, size]`, float32, NaN if one is, and the first index of it."""
+    rows = rows.contiguous()
+    values, places = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int64)
+    operation = Greatest(Kind.GREATEST, rows.shape[1], pointer(rows), pointer(values), pointer(places))
+    team = team._replace(num_threads=min(team.num_threads, len(rows)))
+    Program([operation], ()).run(Step(num_rows=len(rows)), team)
+    return values, places
 
 
 def aligned(values: torch.Tensor) -> torch.Tensor:

@@ -32,6 +32,12 @@ _MASK_64 = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
+def greatest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the greatest of each row of `logits [n, vocab_size]`, NaN if one is, and the first token that has it."""
+    values, token_ids = logits.max(dim=-1)
+    return values, token_ids
+
+
 def apply_grammar_masks(logits: torch.Tensor, rows: Sequence[int], masks: GrammarMasks) -> None:
     """Set what a grammar forbids to minus infinity, in place.
 

@@ -25,6 +25,7 @@ from engine.kernels.operations import (
     Step,
     Team,
     aligned,
+    greatest,
     pointer,
     zeros,
 )
@@ -201,3 +202,18 @@ def test_there_is_an_operation_for_every_activation_of_our_decoder() -> None:
     from engine.models.mlp import ACTIVATIONS as KNOWN
 
     assert ACTIVATIONS.keys() == KNOWN.keys()
+
+
+@pytest.mark.parametrize("size", [3, 16, 37, 1000])
+def test_the_greatest_of_each_row_is_the_first_of_its_equals(team: Team, size: int) -> None:
+    rows = draw(7, size)
+    rows[1, [size // 3, size - 1]] = 9
+    rows[2] = -torch.inf
+    rows[3, size // 2] = torch.nan
+    rows[4, size - 1] = torch.inf
+    rows[5, 0] = -0.0
+    values, places = greatest(team, rows)
+    expected = rows.max(dim=1)
+    torch.testing.assert_close(values, expected.values, rtol=0, atol=0, equal_nan=True)
+    sound = [row for row in range(7) if row != 3]
+    assert places[sound].tolist() == expected.indices[sound].tolist()

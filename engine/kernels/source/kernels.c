@@ -37,6 +37,7 @@ static void run_operations(int thread, void *argument)
             break;
         case ATTEND: attend(operation, s, &p->attention); break;
         case CAP: FOR_MY_ROWS cap(operation, row); break;
+        case GREATEST: FOR_MY_ROWS greatest(operation, row); break;
         }
         if (i + 1 < p->num_operations) team_meet(&p->team);
         if (thread == 0 && s->times) {

@@ -5,7 +5,7 @@
 /* form: of weights, of the inputs beside them and of K/V pages */
 enum { FLOAT32, BFLOAT16, INT8, INT4 };
 enum { GROUP = 32, WIDE_GROUP = 64, BAND = 16 };
-enum { EMBED, NORM, LINEAR, ROTATE, ATTEND, CAP, NUM_KINDS };        /* kind */
+enum { EMBED, NORM, LINEAR, ROTATE, ATTEND, CAP, GREATEST, NUM_KINDS }; /* kind */
 enum { STORE, ADD, GATE };                                           /* epilogue of a product */
 enum { SILU, GELU_TANH };                                            /* activation */
 
@@ -89,6 +89,14 @@ typedef struct {
     float divisor, cap;
     float *rows;
 } cap_operation;
+
+/* Of each row the greatest number, none if one is none, and the first place that has it. */
+typedef struct {
+    int32_t kind, size;
+    const float *rows;
+    float *values;
+    int64_t *places;
+} greatest_operation;
 
 /* One row of a band. The next group's bytes are BAND groups on, its scale and sum BAND numbers. */
 typedef struct {

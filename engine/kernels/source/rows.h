@@ -79,3 +79,38 @@ static void cap(const cap_operation *op, int64_t row)
         memcpy(rows + i, tail, count * sizeof(float));
     }
 }
+
+static void greatest(const greatest_operation *op, int64_t row)
+{
+    const float *in = op->rows + row * op->size;
+    const int whole = op->size / LANES * LANES;
+    floats most = all(-INFINITY);
+    ints is_none = {}, place, most_places;
+    for (int lane = 0; lane < LANES; lane++) place[lane] = lane;
+    most_places = place;
+    for (int i = 0; i < whole; i += LANES, place += LANES) {
+        floats v = load(in + i);
+        ints is_more = v > most;
+        is_none |= v != v;
+        most = choose(is_more, v, most);
+        most_places = (is_more & place) | (~is_more & most_places);
+    }
+    float value = most[0];
+    int32_t at = most_places[0], some_none = 0;
+    for (int lane = 0; lane < LANES; lane++) {
+        if (most[lane] > value || (most[lane] == value && most_places[lane] < at)) {
+            value = most[lane];
+            at = most_places[lane];
+        }
+        some_none |= is_none[lane];
+    }
+    for (int i = whole; i < op->size; i++) {
+        some_none |= in[i] != in[i];
+        if (in[i] > value) {
+            value = in[i];
+            at = i;
+        }
+    }
+    op->values[row] = some_none ? NAN : value;
+    op->places[row] = at;
+}
