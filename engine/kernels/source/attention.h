@@ -413,7 +413,7 @@ static void attend_unit(const attend_operation *op, const unit *u)
 
 /* A unit whose splits several threads compute: each folds its own in when all before it have been. */
 typedef struct {
-    gate num_folded;
+    counter num_folded;
     partial all_keys;
 } shared_unit;
 
@@ -422,8 +422,7 @@ static void attend_shared(const attend_operation *op, const unit *u, int64_t spl
     partial own;
     const int64_t turn = split - u->first / SPLIT;
     attend_split(op, u, split, &own);
-    for (int seen; (seen = atomic_load_explicit(&shared->num_folded.epoch, memory_order_acquire)) != turn;)
-        gate_wait(&shared->num_folded, seen, spin_ns);
+    counter_wait(&shared->num_folded, (int)turn, spin_ns);
     for (int i = 0; i < u->num_queries; i++) {
         if (turn) {
             fold(&shared->all_keys, &own, i, op->head_size);
@@ -433,24 +432,17 @@ static void attend_shared(const attend_operation *op, const unit *u, int64_t spl
             memcpy(shared->all_keys.values[i], own.values[i], op->head_size * sizeof(float));
         }
     }
-    if ((split + 1) * SPLIT >= u->last) finish_unit(op, u, &shared->all_keys);
-    gate_open(&shared->num_folded);
+    if ((split + 1) * SPLIT < u->last) {
+        counter_add(&shared->num_folded, 1, (int)turn + 1);
+    } else {
+        finish_unit(op, u, &shared->all_keys);
+        atomic_store(&shared->num_folded.value, 0); /* for the next operation; nobody waits any more */
+    }
 }
-
-/* How a step's work is cut for attention, and who does what. */
-typedef struct {
-    team *team;
-    atomic_llong next_task;
-    shared_unit *shared; /* [UNITS_A_THREAD * threads] */
-} attention_work;
 
 enum { UNITS_A_THREAD = 4 }; /* with fewer, threads share units */
 
-static void attention_begin(attention_work *work)
-{
-    atomic_store(&work->next_task, 0);
-    for (int i = 0; i < UNITS_A_THREAD * work->team->num_threads; i++) atomic_store(&work->shared[i].num_folded.epoch, 0);
-}
+INLINE int most_shared(const team *t) { return t->num_threads > 1 ? UNITS_A_THREAD * t->num_threads : 0; }
 
 /* The queries of rows [row, end) and heads [first, end_head) that share a K/V head. */
 static unit unit_of(const attend_operation *op, const step *s, int64_t row, int64_t end, int kv_head, int first, int end_head)
@@ -472,16 +464,16 @@ static unit unit_of(const attend_operation *op, const step *s, int64_t row, int6
     return u;
 }
 
-/* Units are (rows of one request) x (heads of one K/V head). Tasks, units or splits of them, go to whoever is free. */
-static void attend(const attend_operation *op, const step *s, attention_work *work)
+/* Units are (rows of one request) x (heads of one K/V head), tasks units or splits of them. Returns the number of tasks,
+ * and in `num_done` how many were done here. */
+static int attend(const attend_operation *op, const step *s, const team *team, tasks *t, shared_unit *shared, int *num_done)
 {
     const int heads_a_group = op->num_heads / op->num_kv_heads;
     const int heads_a_unit = heads_a_group < MAX_QUERIES ? heads_a_group : MAX_QUERIES;
     const int rows_a_unit = MAX_QUERIES / heads_a_unit < 4 ? MAX_QUERIES / heads_a_unit : 4;
     const int units_a_head = (heads_a_group + heads_a_unit - 1) / heads_a_unit;
-    const int most_shared = work->team->num_threads > 1 ? UNITS_A_THREAD * work->team->num_threads : 0;
-    const int are_shared = s->num_rows * op->num_kv_heads * units_a_head <= most_shared;
-    int64_t mine = atomic_fetch_add(&work->next_task, 1), task = 0, number = 0;
+    const int are_shared = s->num_rows * op->num_kv_heads * units_a_head <= most_shared(team);
+    int mine = take_task(t, INT_MAX), task = 0, number = 0;
     for (int64_t row = 0, end; row < s->num_rows; row = end) {
         for (end = row + 1; end < s->num_rows && end - row < rows_a_unit && s->requests[end] == s->requests[row]; end++);
         for (int kv_head = 0; kv_head < op->num_kv_heads; kv_head++) {
@@ -490,7 +482,8 @@ static void attend(const attend_operation *op, const step *s, attention_work *wo
                 if (end_head > (kv_head + 1) * heads_a_group) end_head = (kv_head + 1) * heads_a_group;
                 if (!are_shared) {
                     if (task++ != mine) continue;
-                    mine = atomic_fetch_add(&work->next_task, 1);
+                    mine = take_task(t, INT_MAX);
+                    ++*num_done;
                     unit u = unit_of(op, s, row, end, kv_head, first, end_head);
                     attend_unit(op, &u);
                     continue;
@@ -498,10 +491,12 @@ static void attend(const attend_operation *op, const step *s, attention_work *wo
                 unit u = unit_of(op, s, row, end, kv_head, first, end_head);
                 for (int64_t split = u.first / SPLIT; split * SPLIT < u.last; split++) {
                     if (task++ != mine) continue;
-                    mine = atomic_fetch_add(&work->next_task, 1);
-                    attend_shared(op, &u, split, &work->shared[number], work->team->spin_ns);
+                    mine = take_task(t, INT_MAX);
+                    ++*num_done;
+                    attend_shared(op, &u, split, &shared[number], team->spin_ns);
                 }
             }
         }
     }
+    return task;
 }

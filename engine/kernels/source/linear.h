@@ -1,6 +1,6 @@
 /* Products of rows and packed weights.
  *
- * A thread has a share of the panels, of 32 outputs each, and goes through all rows for each. Over the inputs every
+ * A task is some panels, of 32 outputs each, and goes through all rows for each. Over the inputs every
  * output is summed in one order, whatever the number of rows: so a row's bits do not depend on its neighbours.
  */
 #pragma once
@@ -197,16 +197,18 @@ INLINE int rows_at_once(int form, int64_t num_rows)
     return form >= INT8 ? QUANTIZED_ROWS : TILE_ROWS;
 }
 
-static void linear(const linear_operation *op, int64_t num_rows, int thread, int num_threads)
+INLINE int64_t num_panels(const linear_operation *op) { return (op->num_outputs + PANEL - 1) / PANEL; }
+
+/* Multiply all rows with the panels [begin, end). */
+static void linear(const linear_operation *op, int64_t num_rows, int64_t begin, int64_t end_panel)
 {
-    const int64_t num_panels = (op->num_outputs + PANEL - 1) / PANEL;
     const int most = rows_at_once(op->form, num_rows);
     const int64_t num_tiles = (num_rows + most - 1) / most;
     _Alignas(64) float sums[MOST_ROWS * PANEL];
 #if defined(__AMX_BF16__)
     if (most > TILE_ROWS) amx_begin(op->form, num_rows <= AMX_FEW_ROWS ? AMX_FEW_ROWS : AMX_ROWS);
 #endif
-    for (int64_t panel = num_panels * thread / num_threads; panel < num_panels * (thread + 1) / num_threads; panel++) {
+    for (int64_t panel = begin; panel < end_panel; panel++) {
         const char *w = (const char *)op->weight + panel * panel_bytes(op->form, op->num_inputs);
         for (int64_t i = 0, row = 0, end; i < num_tiles; i++, row = end) {
 #if defined(__AMX_BF16__)
