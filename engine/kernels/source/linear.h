@@ -8,6 +8,7 @@
 #include "simd.h"
 
 enum { PANEL = 32, VECTORS = PANEL / LANES, MOST_ROWS = 64 };
+enum { PREFETCHED_BYTES = 8192 }; /* how far ahead weights are fetched */
 #if defined(__AVX512F__)
 enum { TILE_ROWS = 12, QUANTIZED_ROWS = 6 }; /* as many sums as registers hold */
 #else
@@ -51,6 +52,7 @@ INLINE void tile_int8(const int n, const void *in, int64_t row, int num_inputs, 
         UNROLL for (int v = 0; v < VECTORS; v++) sums[m][v] = all(*x[m].sums * -128.f);
     }
     for (int group = 0; group < num_inputs / WIDE_GROUP; group++, w += WIDE_GROUP * PANEL) {
+        UNROLL for (int line = 0; line < WIDE_GROUP * PANEL / 64; line++) __builtin_prefetch(w + PREFETCHED_BYTES + 64 * line);
         UNROLL for (int v = 0; v < VECTORS; v++) {
             words weights[WIDE_GROUP / 4];
             UNROLL for (int k = 0; k < WIDE_GROUP / 4; k++) weights[k] = load_words(w + 4 * k * PANEL + 4 * v * LANES);
@@ -77,6 +79,7 @@ INLINE void tile_int4(const int n, const void *in, int64_t row, int num_inputs, 
     }
     for (int group = 0; group < num_inputs / GROUP; group++, w += INT4_BYTES) {
         const uint16_t *factors = (const uint16_t *)(w + GROUP / 2 * PANEL), *least = factors + PANEL;
+        UNROLL for (int line = 0; line < INT4_BYTES / 64; line++) __builtin_prefetch(w + PREFETCHED_BYTES + 64 * line);
         UNROLL for (int v = 0; v < VECTORS; v++) {
             words low[4], high[4];
             UNROLL for (int k = 0; k < 4; k++) {
