@@ -47,15 +47,13 @@ class Form(enum.IntEnum):
         """Return what keys and values of `dtype` are stored as."""
         return cls.INT8 if dtype == torch.int8 else cls.of("none", dtype)
 
-    @property
-    def of_inputs(self) -> Form:
-        """What rows are brought into before a product with weights of this form."""
-        return Form.INT8 if self is Form.INT4 else self
-
     def row_bytes(self, num_inputs: int) -> int:
-        """Return the bytes of a row of inputs of a product, with its scales and sums."""
-        quantized = num_inputs + num_inputs // GROUP * 12
-        return {Form.FLOAT32: 4 * num_inputs, Form.BFLOAT16: 2 * num_inputs}.get(self, quantized)
+        """Return the bytes of a row of inputs beside weights of this form, with its scales and sums."""
+        if self is Form.INT8:
+            return num_inputs + 4 * (num_inputs // WIDE_GROUP + 1)
+        if self is Form.INT4:
+            return num_inputs + 8 * (num_inputs // GROUP)
+        return DTYPES[self].itemsize * num_inputs
 
     def query_bytes(self, head_size: int) -> int:
         """Return the bytes of a query beside keys of this form."""
@@ -68,7 +66,8 @@ class Form(enum.IntEnum):
 
 
 GROUP = 32
-"""Inputs that share a scale."""
+"""Inputs that share a scale beside INT4 weights; beside INT8 it is `WIDE_GROUP`."""
+WIDE_GROUP = 64
 DTYPES = {Form.FLOAT32: torch.float32, Form.BFLOAT16: torch.bfloat16}
 """Torch's names for what is not quantized."""
 
@@ -82,6 +81,7 @@ class Kind(enum.IntEnum):
     ROTATE = 3
     ATTEND = 4
     CAP = 5
+    GREATEST = 6
 
 
 class Epilogue(enum.IntEnum):
@@ -164,6 +164,12 @@ class Cap(ctypes.Structure):
     _fields_ = _fields((c_int32, "kind size"), (c_float, "divisor cap"), (c_void_p, "rows"))
 
 
+class Greatest(ctypes.Structure):
+    """Of each row the greatest number and where it is."""
+
+    _fields_ = _fields((c_int32, "kind size"), (c_void_p, "rows values places"))
+
+
 class Program:
     """A list of operations, and whatever memory they refer to."""
 
@@ -185,6 +191,16 @@ class Team(NamedTuple):
     library: ctypes.CDLL
     num_threads: int
     spin_ns: int
+
+
+def greatest(team: Team, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the greatest number of each row of `rows [n, size]`, float32, NaN if one is, and the first index of it."""
+    rows = rows.contiguous()
+    values, places = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int64)
+    operation = Greatest(Kind.GREATEST, rows.shape[1], pointer(rows), pointer(values), pointer(places))
+    team = team._replace(num_threads=min(team.num_threads, len(rows)))
+    Program([operation], ()).run(Step(num_rows=len(rows)), team)
+    return values, places
 
 
 def aligned(values: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,7 @@ from engine.outputs import (
     ScheduledRequest,
     SchedulerOutput,
 )
+from engine.sampling import processors
 from engine.sampling.logits_processor import LogitsProcessor
 from engine.sampling.processors import gather_logprobs
 from engine.sampling.sampler import Samples, sample
@@ -110,7 +111,7 @@ class ModelRunner:
         logger.info("%s needs %s", self._folder, refuse_what_cannot_fit(self._folder, self._config, available, own))
         built = build_model(self._folder, self._config, partial(progress, "weights"))
         self._model, max_model_len, dtype = built.model, built.max_model_len, built.dtype
-        self._dtype = dtype
+        self._dtype, self._greatest = dtype, built.greatest or processors.greatest
         shape = self._model.config
         progress("kv_specs", 0, 1)
         spec = _kv_cache_spec(shape, built.kv_dtype)
@@ -254,7 +255,7 @@ class ModelRunner:
         logits = self._model.logits(executed.hidden)
         scored = time.perf_counter()
         grammar_rows = [batch.sampled.index(row) for row in executed.plan.grammar_rows]
-        samples = sample(logits, batch.sampling, grammar_rows, masks, self.logits_processors)
+        samples = sample(logits, batch.sampling, grammar_rows, masks, self.logits_processors, self._greatest)
         timings |= {"logits": scored - began, "sample": time.perf_counter() - scored}
         return samples
 

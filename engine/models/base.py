@@ -71,6 +71,7 @@ class BuiltModel(NamedTuple):
     """A model with its weights, for contexts of up to `max_model_len` tokens; weights are of `dtype`.
 
     `make_pages(spec, groups, num_heads, num_blocks, block_size, kv_dtype)` allocates the pages that it attends to.
+    `greatest`, if the model has its own way, finds the greatest of its logits as `sampling.processors.greatest` does.
     """
 
     model: Model
@@ -78,3 +79,4 @@ class BuiltModel(NamedTuple):
     dtype: torch.dtype
     kv_dtype: torch.dtype
     make_pages: Callable[..., AttentionPages] = ReferenceAttention
+    greatest: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None

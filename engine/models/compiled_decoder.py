@@ -66,6 +66,7 @@ def why_not(config: DecoderConfig, block_size: int, dtype: torch.dtype, *, is_qu
     return None
 
 
+KIND_NAMES = [kind.name.lower() for kind in Kind]
 T = TypeVar("T")
 Fill = Callable[[Mapping[str, torch.Tensor]], None]
 
@@ -141,15 +142,12 @@ class CompiledDecoder:
         fill({"model.norm.weight": norm.weight})
         self._final_norm = self._norm(norm, self._hidden, self._normed, Form.FLOAT32)
         self._program: Program
-        self._kinds: list[Kind] = []
 
     @property
     def operation_seconds(self) -> dict[str, float]:
         """See `Model.operation_seconds`."""
-        seconds = dict.fromkeys((kind.name.lower() for kind in self._kinds), 0.0)
-        for kind, time_ns in zip(self._kinds, self._times_ns.tolist(), strict=True):
-            seconds[kind.name.lower()] += time_ns / 1e9
-        return seconds
+        seconds = np.bincount(self._kinds, weights=self._times_ns, minlength=len(Kind)) / 1e9
+        return {kind: time for kind, time in zip(KIND_NAMES, seconds.tolist(), strict=True) if time}
 
     def use_attention(self, pages: CompiledPages) -> None:
         """See `Model.use_attention`."""
@@ -166,7 +164,7 @@ class CompiledDecoder:
             operations += layer
         operations.append(self._final_norm)
         self._program = Program(operations, [self._memory, pages])
-        self._kinds = [Kind(operation.kind) for operation in operations]
+        self._kinds = np.array([operation.kind for operation in operations])
         self._times_ns = np.zeros(len(operations), dtype=np.int64)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
@@ -254,7 +252,7 @@ class CompiledDecoder:
 
     def _prepared(self, norm: DecoderNorm | None, rows: torch.Tensor, size: int, form: Form | None = None) -> Norm:
         """Describe the change of rows into inputs of products with weights of `form`, that of layers by default."""
-        form = (form or self._forms.layers).of_inputs
+        form = form or self._forms.layers
         operation = self._norm(norm, rows, self._input(size, form), form, size, size)
         operation.out_stride = size + -size % INPUT_MULTIPLE
         return operation
@@ -301,7 +299,7 @@ class CompiledDecoder:
         operation = Product(Kind.LINEAR, form, packed.num_outputs, packed.num_inputs, epilogue, activation)
         operation.multiplier = self.config.residual_multiplier
         operation.weight, operation.scales = pointer(packed.data), pointer(packed.scales)
-        operation.bias, operation.in_ = pointer(packed.bias), pointer(self._input(num_inputs, form.of_inputs))
+        operation.bias, operation.in_ = pointer(packed.bias), pointer(self._input(num_inputs, form))
         operation.out, operation.out_stride = pointer(out), stride
         return operation
 

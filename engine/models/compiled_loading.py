@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -12,7 +13,7 @@ from engine.attention.compiled import CompiledPages
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kernels.library import NoKernels, load
-from engine.kernels.operations import Form, Team
+from engine.kernels.operations import Form, Team, greatest
 from engine.models.base import BuiltModel
 from engine.models.checkpoint import EMBEDDING, HEAD, stored_tensors
 from engine.models.compiled_decoder import CompiledDecoder, Forms, why_not
@@ -74,6 +75,7 @@ def load_compiled(
 
     rows = config.max_num_batched_tokens
     model = CompiledDecoder(shape, dtype, fill, rows, max_model_len, team, forms, int4)
+    torch.set_num_threads(1)  # a team of torch's would spin after each little operation, on cores that ours needs
     logger.info(
         "operations in C, layers %s (%d tensors as they are stored), head %s, keys and values %s",
         forms.layers.name.lower(),
@@ -81,7 +83,7 @@ def load_compiled(
         forms.head.name.lower(),
         forms.pages.name.lower(),
     )
-    return BuiltModel(model, max_model_len, dtype, kv_dtype, CompiledPages)
+    return BuiltModel(model, max_model_len, dtype, kv_dtype, CompiledPages, partial(greatest, team))
 
 
 def _head(config: EngineConfig) -> str:

@@ -11,7 +11,7 @@ is vLLM's order. A processor touches only the rows that ask for it. A row's draw
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 import numpy as np
@@ -27,6 +27,8 @@ from engine.sampling_params import SamplingParams
 _NO_TOKENS: TokenArray = np.empty(0, dtype=np.int32)
 _NUM_TABLES = 512
 """Requests whose lists of token ids are kept as arrays from step to step."""
+Greatest = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Does what `processors.greatest` does."""
 
 
 class SamplingRow(msgspec.Struct, frozen=True):
@@ -70,6 +72,7 @@ def sample(
     grammar_rows: Sequence[int] = (),
     grammar_masks: GrammarMasks | None = None,
     logits_processors: Sequence[LogitsProcessor] = (),
+    greatest: Greatest = processors.greatest,
 ) -> Samples:
     """Draw a token for each row.
 
@@ -79,11 +82,13 @@ def sample(
         grammar_rows: Rows that have a mask.
         grammar_masks: Their packed masks, in that order.
         logits_processors: Those of the program, in their order; rows must then have all their tokens.
+        greatest: Finds the greatest of each row, NaN if one is, and where it is.
 
     Returns:
         The tokens; a row whose logits hold NaN or plus infinity, or allow no token, fails alone.
     """
-    failed = _number_failures(logits)
+    values, token_ids = greatest(logits)
+    failed = _number_failures(values)
     asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
     is_kept = not logits_processors and not any(i in grammar_rows or _is_changed(rows[i]) for i in asking)
     unprocessed = logits if is_kept and len(asking) == len(rows) else logits[asking]
@@ -91,10 +96,10 @@ def sample(
         processors.apply_grammar_masks(logits, grammar_rows, grammar_masks)
     process(logits, rows)
     if logits_processors:
-        failed |= _process_by(logits_processors, logits, rows)
-    token_ids = processors.most_likely(logits)
-    highest = logits.gather(-1, token_ids[:, None])[:, 0]
-    for row in torch.nonzero(highest == -torch.inf).flatten().tolist():
+        failed |= _process_by(logits_processors, logits, rows, greatest)
+    if logits_processors or grammar_masks is not None or any(map(_is_changed, rows)):
+        values, token_ids = greatest(logits)
+    for row in torch.nonzero(values == -torch.inf).flatten().tolist():
         failed.setdefault(row, Cause("NoTokenAllowed", _nothing_allowed(rows[row], row in grammar_rows)))
     random = [i for i, row in enumerate(rows) if i not in failed and not row.params.is_greedy]
     if random:
@@ -129,9 +134,8 @@ def _nothing_allowed(row: SamplingRow, has_grammar: bool) -> str:
     return f"no token is allowed: all logits are minus infinity{together}"
 
 
-def _number_failures(logits: torch.Tensor) -> dict[int, Cause]:
-    """Find rows with NaN or plus infinity: `amax` passes on both."""
-    highest = logits.amax(dim=-1)
+def _number_failures(highest: torch.Tensor) -> dict[int, Cause]:
+    """Find rows whose greatest logit is NaN, as it is if one of them is, or plus infinity."""
     failed = {}
     for row in torch.nonzero(highest.isnan() | (highest == torch.inf)).flatten().tolist():
         kind = "NaN" if highest[row].isnan() else "infinite"
@@ -140,16 +144,16 @@ def _number_failures(logits: torch.Tensor) -> dict[int, Cause]:
 
 
 def _process_by(
-    logits_processors: Sequence[LogitsProcessor], logits: torch.Tensor, rows: Sequence[SamplingRow]
+    logits_processors: Sequence[LogitsProcessor], logits: torch.Tensor, rows: Sequence[SamplingRow], greatest: Greatest
 ) -> dict[int, Cause]:
     """Let the program's processors change `logits`, in place; return the rows that they spoilt."""
-    was_whole = _number_failures(logits).keys()
+    had_failed = _number_failures(greatest(logits)[0]).keys()
     forbidden = logits == -torch.inf
     for processor in logits_processors:
         processor(logits, rows)
     logits.masked_fill_(forbidden, -torch.inf)
     message = "a logits processor gave NaN or infinity for this request"
-    return {row: Cause("BadLogits", message) for row in _number_failures(logits).keys() - was_whole}
+    return {row: Cause("BadLogits", message) for row in _number_failures(greatest(logits)[0]).keys() - had_failed}
 
 
 def process(logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:

@@ -14,6 +14,7 @@ from engine.kernels.operations import (
     DTYPES,
     GROUP,
     INPUT_MULTIPLE,
+    WIDE_GROUP,
     Cap,
     Epilogue,
     Form,
@@ -24,6 +25,7 @@ from engine.kernels.operations import (
     Step,
     Team,
     aligned,
+    greatest,
     pointer,
     zeros,
 )
@@ -50,8 +52,8 @@ def prepare(rows: torch.Tensor, form: Form, weight: torch.Tensor | None = None) 
     """Describe the change of `rows` into inputs of `form`, and return the room they go to."""
     size = rows.shape[1]
     padded = size + -size % INPUT_MULTIPLE
-    room = zeros(MAX_ROWS * form.of_inputs.row_bytes(padded), torch.uint8)
-    norm = Norm(Kind.NORM, form.of_inputs, size, 1, 0, 1e-5, 1.0)
+    room = zeros(MAX_ROWS * form.row_bytes(padded), torch.uint8)
+    norm = Norm(Kind.NORM, form, size, 1, 0, 1e-5, 1.0)
     norm.weight, norm.in_, norm.in_stride = pointer(weight), pointer(rows), size
     norm.out, norm.out_stride = pointer(room), padded
     return norm, room
@@ -61,7 +63,8 @@ def inputs_of(rows: torch.Tensor, form: Form) -> torch.Tensor:
     """Return what a product of `form` takes `rows` for, in float64."""
     if form in DTYPES:
         return rows.to(DTYPES[form]).double()
-    padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % GROUP)).view(len(rows), -1, GROUP)
+    group = WIDE_GROUP if form is Form.INT8 else GROUP
+    padded = torch.nn.functional.pad(rows, (0, -rows.shape[1] % group)).view(len(rows), -1, group)
     most = padded.abs().amax(dim=2, keepdim=True)
     whole = (padded * (127 / most).nan_to_num(posinf=0.0)).round()
     return (whole.double() * (most / 127).double()).flatten(1)[:, : rows.shape[1]]
@@ -199,3 +202,18 @@ def test_there_is_an_operation_for_every_activation_of_our_decoder() -> None:
     from engine.models.mlp import ACTIVATIONS as KNOWN
 
     assert ACTIVATIONS.keys() == KNOWN.keys()
+
+
+@pytest.mark.parametrize("size", [3, 16, 37, 1000])
+def test_the_greatest_of_each_row_is_the_first_of_its_equals(team: Team, size: int) -> None:
+    rows = draw(7, size)
+    rows[1, [size // 3, size - 1]] = 9
+    rows[2] = -torch.inf
+    rows[3, size // 2] = torch.nan
+    rows[4, size - 1] = torch.inf
+    rows[5, 0] = -0.0
+    values, places = greatest(team, rows)
+    expected = rows.max(dim=1)
+    torch.testing.assert_close(values, expected.values, rtol=0, atol=0, equal_nan=True)
+    sound = [row for row in range(7) if row != 3]
+    assert places[sound].tolist() == expected.indices[sound].tolist()

@@ -4,19 +4,19 @@
  * the bits are the same. Included by linear.h.
  */
 #if defined(__AMX_BF16__)
-enum { AMX_ROWS = 16, AMX_BFLOAT16_ROWS = 32, AMX_QUANTIZED_ROWS = 64, FEW_ROWS = 4, CHUNK = 32 };
-enum { PREFETCHED_BYTES = 8192 }; /* how far ahead */
-enum { AHEAD = 1 };                /* groups that are multiplied before one is scaled: stores take their time */
+enum { AMX_ROWS = 16, AMX_FEW_ROWS = 8, AMX_BFLOAT16_ROWS = 32, AMX_QUANTIZED_ROWS = 64, VECTOR_ROWS = 4 };
+enum { MOST_GROUPS = 3 };         /* multiplied before they are scaled: more would not stay in the first cache */
 
 typedef struct { uint8_t palette, start_row, reserved[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } tile_config;
 
-/* Tiles 0 to 3 are sums, 4 and 5 inputs, 6 and 7 weights. */
-static void amx_begin(int form)
+/* Tiles 0 to 3 are sums of `num_rows`, 4 and 5 inputs, 6 and 7 weights. */
+static void amx_begin(int form, int num_rows)
 {
+    const int input_bytes = form == INT4 ? GROUP : 64;
     tile_config config = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) {
-        config.row_bytes[tile] = form >= INT8 && (tile == 4 || tile == 5) ? GROUP : 64;
-        config.rows[tile] = form >= INT8 && tile >= 6 ? GROUP / 4 : AMX_ROWS;
+        config.row_bytes[tile] = tile == 4 || tile == 5 ? input_bytes : 64;
+        config.rows[tile] = tile >= 6 ? input_bytes / 4 : num_rows;
     }
     _tile_loadconfig(&config);
 }
@@ -46,51 +46,67 @@ static void amx_bfloat16(const linear_operation *op, int64_t row, int n, const u
     _tile_stored(3, out + AMX_ROWS * PANEL + 16, PANEL * 4);
 }
 
-/* Add some groups of 16 rows times 16 outputs to their sums, as tile_int8 and tile_int4 do for one group after another.
- * `w` are bytes [groups][GROUP / 4][PANEL][4] of which 16 outputs count, `scales` of INT4 the group's factors. */
-INLINE void amx_groups(const int form, const linear_operation *op, int64_t row, int first_group, int num_groups,
-                       const uint8_t *w, const uint8_t *scales, float *sums)
+/* Products of groups of two bands with a panel: [groups][band, half of the panel][16][16]. */
+typedef int32_t group_dots[4][AMX_ROWS][16];
+
+/* Multiply groups of one band or two; `w` are their bytes, [groups][inputs / 4][PANEL][4]. */
+INLINE void amx_dots(const int form, int num_groups, const int8_t *band, const int8_t *next_band, const uint8_t *w,
+                     group_dots *dots)
 {
-    const int num_inputs = op->num_inputs;
-    const int64_t x_bytes = quantized_bytes(num_inputs);
-    _Alignas(64) int32_t dots[AHEAD + 1][AMX_ROWS][16];
+    const int size = form == INT8 ? WIDE_GROUP : GROUP;
+    for (int i = 0; i < num_groups; i++, w += size * PANEL) {
+        _tile_loadd(6, w, PANEL * 4);
+        _tile_loadd(7, w + 64, PANEL * 4);
+        _tile_loadd(4, band + i * BAND * size, size);
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_dpbsud(0, 4, 6);
+        _tile_dpbsud(1, 4, 7);
+        _tile_stored(0, dots[i][0], 64);
+        _tile_stored(1, dots[i][1], 64);
+        if (!next_band) continue;
+        _tile_loadd(5, next_band + i * BAND * size, size);
+        _tile_zero(2);
+        _tile_zero(3);
+        _tile_dpbsud(2, 5, 6);
+        _tile_dpbsud(3, 5, 7);
+        _tile_stored(2, dots[i][2], 64);
+        _tile_stored(3, dots[i][3], 64);
+    }
+}
+
+/* Scale groups and add them to the sums of a band and half a panel, as tile_int8 and tile_int4 do for one after another.
+ * `factors` are those of INT4's first group; beside each group some lines of what comes next are fetched. */
+INLINE void amx_scale(const int form, const int num_rows, int num_groups, int which, const group_dots *dots,
+                      const float *scales, const float *products, const uint8_t *factors, const char *ahead, int num_lines,
+                      float *sums)
+{
     floats all_sums[AMX_ROWS];
-    UNROLL for (int m = 0; m < AMX_ROWS; m++) all_sums[m] = load(sums + m * PANEL);
-    quantized_row x = quantized(op->in, row, num_inputs);
-    for (int i = 0; i < num_groups + AHEAD; i++) {
-        if (i < num_groups) {
-            _tile_loadd(4, x.bytes + (first_group + i) * GROUP, x_bytes);
-            _tile_loadd(6, w + i * GROUP * PANEL, PANEL * 4);
-            _tile_zero(0);
-            _tile_dpbsud(0, 4, 6);
-            _tile_stored(0, dots[i % (AHEAD + 1)], 64);
-        }
-        if (i < AHEAD) continue;
-        const int group = first_group + i - AHEAD;
-        const int32_t(*of_group)[16] = dots[(i - AHEAD) % (AHEAD + 1)];
+    UNROLL for (int m = 0; m < num_rows; m++) all_sums[m] = load(sums + m * PANEL);
+    for (int i = 0; i < num_groups; i++, scales += BAND, products += BAND, factors += INT4_BYTES) {
         floats factor = all(0.f), least = all(0.f);
+        for (int line = 0; line < num_lines; line++, ahead += 64) _mm_prefetch(ahead, _MM_HINT_T0);
         if (form == INT4) {
-            factor = widen_float16((const uint16_t *)(scales + (i - AHEAD) * INT4_BYTES));
-            least = widen_float16((const uint16_t *)(scales + (i - AHEAD) * INT4_BYTES) + PANEL);
+            factor = widen_float16((const uint16_t *)factors);
+            least = widen_float16((const uint16_t *)factors + PANEL);
         }
-        UNROLL for (int m = 0; m < AMX_ROWS; m++) {
-            const float *of_row = (const float *)((const char *)x.scales + m * x_bytes) + group;
+        UNROLL for (int m = 0; m < num_rows; m++) {
             ints whole;
-            memcpy(&whole, of_group[m], sizeof whole);
+            memcpy(&whole, dots[i][which][m], sizeof whole);
             floats dot = __builtin_convertvector(whole, floats);
             if (form == INT8) {
-                all_sums[m] = fused(dot - all(of_row[num_inputs / GROUP]), all(*of_row), all_sums[m]);
+                all_sums[m] = fused(dot, all(scales[m]), all_sums[m]);
             } else {
-                all_sums[m] = fused(dot * all(*of_row), factor, all_sums[m]);
-                all_sums[m] = fused(least, all(of_row[num_inputs / GROUP * 2]), all_sums[m]);
+                all_sums[m] = fused(dot * all(scales[m]), factor, all_sums[m]);
+                all_sums[m] = fused(least, all(products[m]), all_sums[m]);
             }
         }
     }
-    UNROLL for (int m = 0; m < AMX_ROWS; m++) store(sums + m * PANEL, all_sums[m]);
+    UNROLL for (int m = 0; m < num_rows; m++) store(sums + m * PANEL, all_sums[m]);
 }
 
 /* Spread the numbers of `num_groups` groups of a panel to bytes [groups][GROUP / 4][PANEL][4]. */
-static void spread_int4(const uint8_t *w, int num_groups, uint8_t *out)
+INLINE void spread_int4(const uint8_t *w, int num_groups, uint8_t *out)
 {
     for (int i = 0; i < num_groups; i++, w += INT4_BYTES, out += GROUP * PANEL) {
         for (int at = 0; at < GROUP / 2 * PANEL; at += 64) {
@@ -101,31 +117,48 @@ static void spread_int4(const uint8_t *w, int num_groups, uint8_t *out)
     }
 }
 
-static void amx_quantized(const linear_operation *op, int64_t row, int n, const uint8_t *w, int64_t panel, float *sums)
+INLINE void amx_panel(const int form, const int band_rows, const linear_operation *op, int64_t row, int n,
+                      const uint8_t *panel, float *sums)
 {
-    const int num_groups = op->num_inputs / GROUP, num_tiles = (n + AMX_ROWS - 1) / AMX_ROWS;
-    _Alignas(64) uint8_t spread[CHUNK * GROUP * PANEL];
-    memset(sums, 0, (int64_t)num_tiles * AMX_ROWS * PANEL * sizeof(float));
-    for (int first = 0; first < num_groups; first += CHUNK) {
-        const int count = num_groups - first < CHUNK ? num_groups - first : CHUNK;
-        const uint8_t *chunk = w + (int64_t)first * (op->form == INT8 ? GROUP * PANEL : INT4_BYTES), *bytes = chunk;
-        if (op->form == INT4) {
-            spread_int4(chunk, count, spread);
-            bytes = spread;
+    const int size = form == INT8 ? WIDE_GROUP : GROUP, group_bytes = form == INT8 ? size * PANEL : INT4_BYTES;
+    const int num_groups = op->num_inputs / size, num_chunks = (num_groups + MOST_GROUPS - 1) / MOST_GROUPS;
+    _Alignas(64) group_dots dots[MOST_GROUPS];
+    _Alignas(64) uint8_t spread[MOST_GROUPS * GROUP * PANEL];
+    for (int chunk = 0, first = 0, end; chunk < num_chunks; chunk++, first = end) {
+        end = num_groups * (chunk + 1) / num_chunks;
+        const uint8_t *w = panel + (int64_t)first * group_bytes, *factors = w + GROUP / 2 * PANEL;
+        if (form == INT4) {
+            spread_int4(w, end - first, spread);
+            w = spread;
         }
-        for (int tile = 0; tile < num_tiles; tile++) {
-            for (int half = 0; half < 2; half++) {
-                float *of_tile = sums + tile * AMX_ROWS * PANEL + half * 16;
-                const uint8_t *scales = chunk + GROUP / 2 * PANEL + half * 32;
-                int64_t from = row + tile * AMX_ROWS;
-                if (op->form == INT8) amx_groups(INT8, op, from, first, count, bytes + half * 64, scales, of_tile);
-                else amx_groups(INT4, op, from, first, count, bytes + half * 64, scales, of_tile);
+        for (int from = 0; from < n; from += 2 * BAND) {
+            quantized_row x[2];
+            int num_bands = n - from > BAND ? 2 : 1;
+            for (int band = 0; band < num_bands; band++)
+                x[band] = quantized(form, op->in, row + from + band * BAND, op->num_inputs);
+            const int64_t offset = (int64_t)first * BAND * size;
+            amx_dots(form, end - first, x[0].bytes + offset, num_bands > 1 ? x[1].bytes + offset : NULL, w, dots);
+            const int lines = from ? 0 : group_bytes / 64 / (2 * num_bands);
+            const char *ahead = (const char *)panel + (int64_t)first * group_bytes + PREFETCHED_BYTES;
+            for (int which = 0; which < 2 * num_bands; which++) {
+                quantized_row of = x[which / 2];
+                amx_scale(form, band_rows, end - first, which, dots, of.scales + first * BAND, of.sums + first * BAND,
+                          factors + which % 2 * 32, ahead + which * (end - first) * lines * 64, lines, sums + (from + which / 2 * BAND) * PANEL + which % 2 * 16);
             }
         }
     }
-    if (op->form != INT8) return;
-    for (int m = 0; m < n; m++)
-        for (int i = 0; i < PANEL; i += LANES)
-            store(sums + m * PANEL + i, load(sums + m * PANEL + i) * load(op->scales + panel * PANEL + i));
+}
+
+/* Multiply n rows with a panel; `is_few` says that no row of the operation is beyond the first AMX_FEW_ROWS. */
+static void amx_quantized(const linear_operation *op, int64_t row, int n, int is_few, const uint8_t *w, float *sums)
+{
+    for (int m = 0; m < (n + BAND - 1) / BAND * BAND; m++) {
+        floats first = all(op->form == INT8 ? *quantized(INT8, op->in, row + m, op->num_inputs).sums * -128.f : 0.f);
+        for (int i = 0; i < PANEL; i += LANES) store(sums + m * PANEL + i, first);
+    }
+    if (op->form == INT8 && is_few) amx_panel(INT8, AMX_FEW_ROWS, op, row, n, w, sums);
+    else if (op->form == INT8) amx_panel(INT8, AMX_ROWS, op, row, n, w, sums);
+    else if (is_few) amx_panel(INT4, AMX_FEW_ROWS, op, row, n, w, sums);
+    else amx_panel(INT4, AMX_ROWS, op, row, n, w, sums);
 }
 #endif

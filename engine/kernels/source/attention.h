@@ -9,9 +9,9 @@
  * INT8 keys are stored plus 128. Queries beside them are whole numbers too, with a scale and a sum for each 32; weights
  * of values stay float32.
  *
- * Keys are taken 32 at a time from absolute positions, softmax goes on from one 32 to the next, and every 512 it begins
- * anew and is folded into what came before. So a row's bits depend on its query, its position and the K/V before it
- * alone: 32 keys of which a row sees none change nothing in it.
+ * Keys are taken KEYS at a time from absolute positions, softmax goes on from one KEYS to the next, and every 512 it
+ * begins anew and is folded into what came before. So a row's bits depend on its query, its position and the K/V before
+ * it alone: keys of which a row sees none change nothing in it.
  */
 #pragma once
 #include "linear.h"
@@ -19,7 +19,12 @@
 #include "simd.h"
 #include "team.h"
 
-enum { TOKENS = 16, KEYS = 2 * TOKENS, SPLIT = 512, MAX_QUERIES = TILE_ROWS, MAX_HEAD = 256 };
+#if defined(__AMX_BF16__)
+enum { RECORDS = 16, MAX_QUERIES = AMX_ROWS };
+#else
+enum { RECORDS = 2, MAX_QUERIES = TILE_ROWS };
+#endif
+enum { TOKENS = 16, KEYS = RECORDS * TOKENS, SPLIT = 512, MAX_HEAD = 256 };
 
 enum { SCALES_BYTES = 2 * TOKENS * 4 };
 
@@ -161,7 +166,7 @@ static void rotate(const rotate_operation *op, const step *s, int64_t row)
 typedef struct {
     float largest[MAX_QUERIES];
     floats sums[MAX_QUERIES];
-    float values[MAX_QUERIES][MAX_HEAD];
+    _Alignas(64) float values[MAX_QUERIES][MAX_HEAD];
 } partial;
 
 /* Queries that share a K/V head and a request, and how far each sees: positions [from, until). */
@@ -175,8 +180,9 @@ typedef struct {
 } unit;
 
 typedef struct {
-    float scores[MAX_QUERIES][KEYS], factors[MAX_QUERIES];
-    uint16_t narrow[MAX_QUERIES][KEYS];
+    _Alignas(64) float scores[MAX_QUERIES][KEYS];
+    float factors[MAX_QUERIES];
+    _Alignas(64) uint16_t narrow[MAX_QUERIES][KEYS];
 } block_scores;
 
 INLINE void score_int8(const int n, int head_size, const void *const *queries, const char *record,
@@ -204,16 +210,16 @@ INLINE void score_int8(const int n, int head_size, const void *const *queries, c
 }
 
 INLINE void score(const int n, const int form, int head_size, const void *const *queries, const char *const *records,
-                  block_scores *b)
+                  int num_records, block_scores *b)
 {
-    for (int half = 0; half < 2; half++) {
+    for (int r = 0; r < num_records; r++) {
         floats sums[MAX_QUERIES][TOKENS / LANES];
         UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < TOKENS / LANES; v++) sums[i][v] = all(0.f);
-        const char *keys = records[half];
+        const char *keys = records[r];
         if (form == INT8) {
             score_int8(n, head_size, queries, keys, sums);
             UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < TOKENS / LANES; v++)
-                store(b->scores[i] + half * TOKENS + v * LANES, sums[i][v]);
+                store(b->scores[i] + r * TOKENS + v * LANES, sums[i][v]);
             continue;
         }
         for (int d = 0; d < head_size; d += form == FLOAT32 ? 1 : 2) {
@@ -230,40 +236,40 @@ INLINE void score(const int n, const int form, int head_size, const void *const 
             }
         }
         UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < TOKENS / LANES; v++)
-            store(b->scores[i] + half * TOKENS + v * LANES, sums[i][v]);
+            store(b->scores[i] + r * TOKENS + v * LANES, sums[i][v]);
     }
 }
 
 INLINE void add_values(const int n, const int form, int head_size, const block_scores *b, const char *const *records,
-                       partial *p)
+                       int num_records, partial *p)
 {
     float weights[MAX_QUERIES][KEYS];
     if (form == INT8) {
-        for (int half = 0; half < 2; half++) UNROLL for (int i = 0; i < n; i++) for (int v = 0; v < TOKENS; v += LANES) {
-            floats weight = load(b->scores[i] + half * TOKENS + v);
-            floats scale = load((const float *)(records[half] - TOKENS * 4) + v);
-            store(weights[i] + half * TOKENS + v, choose(weight == 0.f, weight, weight * scale)); /* unseen: any scale */
+        for (int r = 0; r < num_records; r++) UNROLL for (int i = 0; i < n; i++) for (int v = 0; v < TOKENS; v += LANES) {
+            floats weight = load(b->scores[i] + r * TOKENS + v);
+            floats scale = load((const float *)(records[r] - TOKENS * 4) + v);
+            store(weights[i] + r * TOKENS + v, choose(weight == 0.f, weight, weight * scale)); /* unseen: any scale */
         }
     }
     for (int d = 0; d < head_size; d += LANES) {
         floats sums[MAX_QUERIES];
         UNROLL for (int i = 0; i < n; i++) sums[i] = load(p->values[i] + d) * b->factors[i];
-        for (int half = 0; half < 2; half++) {
+        for (int r = 0; r < num_records; r++) {
             if (form == INT8) {
-                const int8_t *values = (const int8_t *)records[half] + d;
-                for (int k = half * TOKENS; k < (half + 1) * TOKENS; k++, values += head_size) {
+                const int8_t *values = (const int8_t *)records[r] + d;
+                for (int k = r * TOKENS; k < (r + 1) * TOKENS; k++, values += head_size) {
                     floats value = widen_bytes(values);
                     UNROLL for (int i = 0; i < n; i++) sums[i] = fused(value, all(weights[i][k]), sums[i]);
                 }
             } else if (form == FLOAT32) {
-                const float *values = (const float *)records[half] + d;
-                for (int k = half * TOKENS; k < (half + 1) * TOKENS; k++, values += head_size) {
+                const float *values = (const float *)records[r] + d;
+                for (int k = r * TOKENS; k < (r + 1) * TOKENS; k++, values += head_size) {
                     floats value = load(values);
                     UNROLL for (int i = 0; i < n; i++) sums[i] = fused(value, all(b->scores[i][k]), sums[i]);
                 }
             } else {
-                const uint16_t *values = (const uint16_t *)records[half] + 2 * d;
-                for (int k = half * TOKENS; k < (half + 1) * TOKENS; k += 2, values += 2 * head_size) {
+                const uint16_t *values = (const uint16_t *)records[r] + 2 * d;
+                for (int k = r * TOKENS; k < (r + 1) * TOKENS; k += 2, values += 2 * head_size) {
                     words value = load_words(values);
                     UNROLL for (int i = 0; i < n; i++) sums[i] = dot_pairs(sums[i], value, load_word(b->narrow[i] + k));
                 }
@@ -273,37 +279,155 @@ INLINE void add_values(const int n, const int form, int head_size, const block_s
     }
 }
 
+#if defined(__AMX_BF16__)
+/* Queries as tiles take them, [head size / 32][MAX_QUERIES][32], and values widened, [KEYS / 2][head size][2]. */
+typedef struct {
+    _Alignas(64) char queries[MAX_QUERIES * MAX_HEAD * 2];
+    _Alignas(64) uint16_t values[KEYS * MAX_HEAD];
+    _Alignas(64) int32_t dots[RECORDS][MAX_QUERIES][TOKENS];
+} amx_room;
+
+INLINE int is_tiled(int form, int head_size) { return form != FLOAT32 && head_size % 32 == 0; }
+
+/* Tiles 0 to 3 are sums of n queries; 4 and 5 queries, or weights, of 64 and of 32 bytes; 6 and 7 keys, or values, for
+ * them. */
+static void amx_attention_begin(const unit *u, int form, int head_size, amx_room *room)
+{
+    const int n = u->num_queries, chunk_bytes = form == INT8 ? 32 : 64;
+    tile_config config = {.palette = 1};
+    for (int tile = 0; tile < 8; tile++) {
+        config.row_bytes[tile] = tile == 5 ? 32 : 64;
+        config.rows[tile] = tile == 6 ? 16 : tile == 7 ? 8 : n;
+    }
+    _tile_loadconfig(&config);
+    for (int chunk = 0; chunk < head_size / 32; chunk++)
+        for (int i = 0; i < n; i++)
+            memcpy(room->queries + (chunk * MAX_QUERIES + i) * chunk_bytes, (const char *)u->queries[i] + chunk * chunk_bytes,
+                   chunk_bytes);
+}
+
+static void amx_score_bfloat16(int head_size, const char *const *records, int num_records, const amx_room *room,
+                               block_scores *b)
+{
+    for (int r = 0; r < num_records; r++) {
+        _tile_zero(0);
+        for (int chunk = 0; chunk < head_size / 32; chunk++) {
+            _tile_loadd(4, room->queries + chunk * MAX_QUERIES * 64, 64);
+            _tile_loadd(6, records[r] + chunk * 16 * 64, 64);
+            _tile_dpbf16ps(0, 4, 6);
+        }
+        _tile_stored(0, b->scores[0] + r * TOKENS, sizeof b->scores[0]);
+    }
+}
+
+static void amx_score_int8(int head_size, const unit *u, const char *const *records, int num_records, amx_room *room,
+                           block_scores *b)
+{
+    const int num_groups = head_size / GROUP;
+    for (int i = 0; i < u->num_queries; i++) memset(b->scores[i], 0, num_records * TOKENS * sizeof(float));
+    for (int group = 0; group < num_groups; group++) {
+        _tile_loadd(5, room->queries + group * MAX_QUERIES * 32, 32);
+        for (int r = 0; r < num_records; r++) {
+            _tile_zero(0);
+            _tile_loadd(7, records[r] + group * 8 * 64, 64);
+            _tile_dpbsud(0, 5, 7);
+            _tile_stored(0, room->dots[r], 64);
+        }
+        for (int i = 0; i < u->num_queries; i++) {
+            const float *of_query = (const float *)((const char *)u->queries[i] + head_size) + group;
+            const floats scale = all(*of_query), offset = all(128.f * of_query[num_groups]);
+            for (int r = 0; r < num_records; r++) {
+                ints whole;
+                memcpy(&whole, room->dots[r][i], sizeof whole);
+                float *score = b->scores[i] + r * TOKENS;
+                store(score, fused(__builtin_convertvector(whole, floats) - offset, scale, load(score)));
+            }
+        }
+    }
+    for (int r = 0; r < num_records; r++) {
+        const floats key_scales = load((const float *)(records[r] + TOKENS * head_size));
+        for (int i = 0; i < u->num_queries; i++)
+            store(b->scores[i] + r * TOKENS, load(b->scores[i] + r * TOKENS) * key_scales);
+    }
+}
+
+/* Bring a record's whole numbers into pairs of bfloat16, which hold them exactly, and their scales into the weights. */
+INLINE void amx_widen_values(int head_size, int n, const char *record, int r, amx_room *room, block_scores *b)
+{
+    const int8_t *values = (const int8_t *)record;
+    uint16_t *to = room->values + r * TOKENS * head_size;
+    for (int pair = 0; pair < TOKENS / 2; pair++, values += 2 * head_size, to += 2 * head_size) {
+        for (int d = 0; d < head_size; d += LANES) {
+            words low = (words)widen_bytes(values + d), high = (words)widen_bytes(values + head_size + d);
+            words both = low >> 16 | (high & 0xffff0000);
+            memcpy(to + 2 * d, &both, sizeof both);
+        }
+    }
+    const floats scale = load((const float *)(record - TOKENS * 4));
+    for (int i = 0; i < n; i++) {
+        floats weight = load(b->scores[i] + r * TOKENS);
+        narrow_to(b->narrow[i] + r * TOKENS, choose(weight == 0.f, weight, weight * scale)); /* unseen: any scale */
+    }
+}
+
+static void amx_add_values(int form, int head_size, int n, const char *const *records, int num_records, amx_room *room,
+                           block_scores *b, partial *p)
+{
+    if (form == INT8)
+        for (int r = 0; r < num_records; r++) amx_widen_values(head_size, n, records[r], r, room, b);
+    for (int i = 0; i < n; i++) {
+        if (b->factors[i] == 1.f) continue;
+        for (int d = 0; d < head_size; d += LANES) store(p->values[i] + d, load(p->values[i] + d) * b->factors[i]);
+    }
+    const int64_t stride = sizeof p->values[0];
+    for (int d = 0; d < head_size; d += 32) {
+        _tile_loadd(0, p->values[0] + d, stride);
+        _tile_loadd(1, p->values[0] + d + 16, stride);
+        for (int r = 0; r < num_records; r++) {
+            const uint16_t *values = form == INT8 ? room->values + r * TOKENS * head_size : (const uint16_t *)records[r];
+            _tile_loadd(5, b->narrow[0] + r * TOKENS, sizeof b->narrow[0]);
+            _tile_loadd(7, values + 2 * d, head_size * 4);
+            _tile_dpbf16ps(0, 5, 7);
+            _tile_loadd(7, values + 2 * d + 32, head_size * 4);
+            _tile_dpbf16ps(1, 5, 7);
+        }
+        _tile_stored(0, p->values[0] + d, stride);
+        _tile_stored(1, p->values[0] + d + 16, stride);
+    }
+}
+#endif
+
 #define DEFINE_ATTENTION(n)                                                                                           \
     static __attribute__((noinline)) void score_##n(int form, int size, const void *const *q, const char *const *k,   \
-                                                    block_scores *b)                                                  \
+                                                    int num_records, block_scores *b)                                 \
     {                                                                                                                 \
-        if (form == FLOAT32) score(n, FLOAT32, size, q, k, b);                                                        \
-        else if (form == BFLOAT16) score(n, BFLOAT16, size, q, k, b);                                                 \
-        else score(n, INT8, size, q, k, b);                                                                           \
+        if (form == FLOAT32) score(n, FLOAT32, size, q, k, num_records, b);                                           \
+        else if (form == BFLOAT16) score(n, BFLOAT16, size, q, k, num_records, b);                                    \
+        else score(n, INT8, size, q, k, num_records, b);                                                              \
     }                                                                                                                 \
     static __attribute__((noinline)) void add_values_##n(int form, int size, const block_scores *b,                   \
-                                                         const char *const *v, partial *p)                            \
+                                                         const char *const *v, int num_records, partial *p)           \
     {                                                                                                                 \
-        if (form == FLOAT32) add_values(n, FLOAT32, size, b, v, p);                                                   \
-        else if (form == BFLOAT16) add_values(n, BFLOAT16, size, b, v, p);                                            \
-        else add_values(n, INT8, size, b, v, p);                                                                      \
+        if (form == FLOAT32) add_values(n, FLOAT32, size, b, v, num_records, p);                                      \
+        else if (form == BFLOAT16) add_values(n, BFLOAT16, size, b, v, num_records, p);                               \
+        else add_values(n, INT8, size, b, v, num_records, p);                                                         \
     }
-#define SCORE_CASE(n) case n: score_##n(form, size, u->queries, records, &b); break;
-#define VALUES_CASE(n) case n: add_values_##n(form, size, &b, values, p); break;
+#define SCORE_CASE(n) case n: score_##n(form, size, u->queries, records, num_records, &b); break;
+#define VALUES_CASE(n) case n: add_values_##n(form, size, &b, values, num_records, p); break;
 FOR_EACH_COUNT(DEFINE_ATTENTION)
 
 INLINE int32_t clamp(int64_t count) { return count < 0 ? 0 : count < KEYS ? (int32_t)count : KEYS; }
 
 /* Turn query i's scores of the keys from `position` on into weights relative to the largest score so far. */
 static __attribute__((noinline)) void weigh(const attend_operation *op, const unit *u, int i, int64_t position,
-                                            block_scores *b, partial *p)
+                                            int num_records, block_scores *b, partial *p)
 {
     const floats none = all(-INFINITY);
     const int32_t from = clamp(u->from[i] - position), until = clamp(u->until[i] - position);
     floats scores[KEYS / LANES], largest = none;
     ints seen[KEYS / LANES], key;
     for (int lane = 0; lane < LANES; lane++) key[lane] = lane;
-    for (int v = 0; v < KEYS / LANES; v++, key += LANES) {
+    for (int v = 0; v < num_records * TOKENS / LANES; v++, key += LANES) {
         seen[v] = (key >= from) & (key < until);
         floats score = load(b->scores[i] + v * LANES) * op->scale;
         if (op->cap != 0.f) score = hyperbolic_tangent(score / op->cap) * op->cap;
@@ -313,7 +437,7 @@ static __attribute__((noinline)) void weigh(const attend_operation *op, const un
     float before = p->largest[i], now = largest_of(largest);
     now = before > now ? before : now;
     floats factor = exponential(all(before - now)), sum = p->sums[i] * factor;
-    for (int v = 0; v < KEYS / LANES; v++) {
+    for (int v = 0; v < num_records * TOKENS / LANES; v++) {
         floats below = scores[v] - now; /* no number where the score is none, and so must the weight be */
         floats weight = choose(seen[v], choose((ints)(below == below), exponential(below), below), all(0.f));
         sum = sum + weight;
@@ -334,11 +458,25 @@ INLINE const char *without_tail(int form, int head_size, const char *values, int
         memcpy(room, values, (int64_t)count * head_size * sizeof(float));
         return room;
     }
-    const uint16_t *from = (const uint16_t *)values;
-    uint16_t *to = (uint16_t *)room;
-    for (int k = 0; k < count; k++)
-        for (int d = 0; d < head_size; d++) to[(k / 2 * head_size + d) * 2 + k % 2] = from[(k / 2 * head_size + d) * 2 + k % 2];
+    const int64_t pair_bytes = (int64_t)head_size * 4;
+    memcpy(room, values, count / 2 * pair_bytes);
+    if (count % 2 == 0) return room;
+    for (int64_t at = count / 2 * pair_bytes; at < (count / 2 + 1) * pair_bytes; at += sizeof(words)) {
+        words first = load_words(values + at) & 0xffff;
+        memcpy(room + at, &first, sizeof first);
+    }
     return room;
+}
+
+/* Have the records of the KEYS keys from `position` on brought near. */
+INLINE void fetch_ahead(const attend_operation *op, const unit *u, int64_t position)
+{
+    const int64_t size = record_bytes(op->form, op->head_size);
+    for (int64_t at = position; at < position + KEYS && at < u->last; at += TOKENS) {
+        const char *record = record_at(op->form, op->head_size, op->num_kv_heads, op->block_size, op->pages, u->block_table,
+                                       at, u->kv_head);
+        for (int64_t byte = 0; byte < size; byte += 64) __builtin_prefetch(record + byte);
+    }
 }
 
 /* Attend to the keys in [begin, end), which begin at a multiple of KEYS, from nothing. */
@@ -346,24 +484,39 @@ static void attend_keys(const attend_operation *op, const unit *u, int64_t begin
 {
     const int form = op->form, size = op->head_size, n = u->num_queries;
     const int64_t values_at = keys_bytes(form, size) + (form == INT8 ? SCALES_BYTES : 0);
-    _Alignas(64) char rooms[2][TOKENS * MAX_HEAD * sizeof(float)];
+    _Alignas(64) char tail[TOKENS * MAX_HEAD * sizeof(float)];
     block_scores b;
+#if defined(__AMX_BF16__)
+    amx_room room;
+    if (is_tiled(form, size)) amx_attention_begin(u, form, size, &room);
+#endif
     for (int i = 0; i < n; i++) {
         p->largest[i] = -INFINITY;
         p->sums[i] = all(0.f);
         memset(p->values[i], 0, size * sizeof(float));
     }
     for (int64_t position = begin; position < end; position += KEYS) {
-        const char *records[2], *values[2];
-        for (int half = 0; half < 2; half++) {
-            int64_t at = position + half * TOKENS, count = u->last - at;
-            if (count <= 0) at = position; /* nobody sees these: any record will do */
-            records[half] = record_at(form, size, op->num_kv_heads, op->block_size, op->pages, u->block_table, at, u->kv_head);
-            values[half] = records[half] + values_at;
-            if (count < TOKENS) values[half] = without_tail(form, size, values[half], count < 0 ? 0 : (int)count, rooms[half]);
+        const int64_t num_keys = u->last - position;
+        const int num_records = num_keys < KEYS ? (int)(num_keys + TOKENS - 1) / TOKENS : RECORDS;
+        const char *records[RECORDS], *values[RECORDS];
+        for (int r = 0; r < num_records; r++) {
+            int64_t at = position + r * TOKENS, count = u->last - at;
+            records[r] = record_at(form, size, op->num_kv_heads, op->block_size, op->pages, u->block_table, at, u->kv_head);
+            values[r] = records[r] + values_at;
+            if (count < TOKENS) values[r] = without_tail(form, size, values[r], (int)count, tail);
         }
+        fetch_ahead(op, u, position + KEYS);
+#if defined(__AMX_BF16__)
+        if (is_tiled(form, size)) {
+            if (form == INT8) amx_score_int8(size, u, records, num_records, &room, &b);
+            else amx_score_bfloat16(size, records, num_records, &room, &b);
+            for (int i = 0; i < n; i++) weigh(op, u, i, position, num_records, &b, p);
+            amx_add_values(form, size, n, values, num_records, &room, &b, p);
+            continue;
+        }
+#endif
         switch (n) { FOR_EACH_COUNT(SCORE_CASE) }
-        for (int i = 0; i < n; i++) weigh(op, u, i, position, &b, p);
+        for (int i = 0; i < n; i++) weigh(op, u, i, position, num_records, &b, p);
         switch (n) { FOR_EACH_COUNT(VALUES_CASE) }
     }
 }
@@ -413,7 +566,7 @@ static void attend_unit(const attend_operation *op, const unit *u)
 
 /* A unit whose splits several threads compute: each folds its own in when all before it have been. */
 typedef struct {
-    gate num_folded;
+    counter num_folded;
     partial all_keys;
 } shared_unit;
 
@@ -422,8 +575,7 @@ static void attend_shared(const attend_operation *op, const unit *u, int64_t spl
     partial own;
     const int64_t turn = split - u->first / SPLIT;
     attend_split(op, u, split, &own);
-    for (int seen; (seen = atomic_load_explicit(&shared->num_folded.epoch, memory_order_acquire)) != turn;)
-        gate_wait(&shared->num_folded, seen, spin_ns);
+    counter_wait(&shared->num_folded, (int)turn, spin_ns);
     for (int i = 0; i < u->num_queries; i++) {
         if (turn) {
             fold(&shared->all_keys, &own, i, op->head_size);
@@ -433,24 +585,17 @@ static void attend_shared(const attend_operation *op, const unit *u, int64_t spl
             memcpy(shared->all_keys.values[i], own.values[i], op->head_size * sizeof(float));
         }
     }
-    if ((split + 1) * SPLIT >= u->last) finish_unit(op, u, &shared->all_keys);
-    gate_open(&shared->num_folded);
+    if ((split + 1) * SPLIT < u->last) {
+        counter_add(&shared->num_folded, 1, (int)turn + 1);
+    } else {
+        finish_unit(op, u, &shared->all_keys);
+        atomic_store(&shared->num_folded.value, 0); /* for the next operation; nobody waits any more */
+    }
 }
-
-/* How a step's work is cut for attention, and who does what. */
-typedef struct {
-    team *team;
-    atomic_llong next_task;
-    shared_unit *shared; /* [UNITS_A_THREAD * threads] */
-} attention_work;
 
 enum { UNITS_A_THREAD = 4 }; /* with fewer, threads share units */
 
-static void attention_begin(attention_work *work)
-{
-    atomic_store(&work->next_task, 0);
-    for (int i = 0; i < UNITS_A_THREAD * work->team->num_threads; i++) atomic_store(&work->shared[i].num_folded.epoch, 0);
-}
+INLINE int most_shared(const team *t) { return t->num_threads > 1 ? UNITS_A_THREAD * t->num_threads : 0; }
 
 /* The queries of rows [row, end) and heads [first, end_head) that share a K/V head. */
 static unit unit_of(const attend_operation *op, const step *s, int64_t row, int64_t end, int kv_head, int first, int end_head)
@@ -472,16 +617,24 @@ static unit unit_of(const attend_operation *op, const step *s, int64_t row, int6
     return u;
 }
 
-/* Units are (rows of one request) x (heads of one K/V head). Tasks, units or splits of them, go to whoever is free. */
-static void attend(const attend_operation *op, const step *s, attention_work *work)
+INLINE int most_queries(const attend_operation *op)
 {
-    const int heads_a_group = op->num_heads / op->num_kv_heads;
-    const int heads_a_unit = heads_a_group < MAX_QUERIES ? heads_a_group : MAX_QUERIES;
-    const int rows_a_unit = MAX_QUERIES / heads_a_unit < 4 ? MAX_QUERIES / heads_a_unit : 4;
+#if defined(__AMX_BF16__)
+    if (is_tiled(op->form, op->head_size)) return MAX_QUERIES;
+#endif
+    (void)op;
+    return TILE_ROWS;
+}
+
+/* Units are (rows of one request) x (heads of one K/V head), tasks units or splits of them. Returns the number of tasks,
+ * and in `num_done` how many were done here. */
+static int attend(const attend_operation *op, const step *s, const team *team, tasks *t, shared_unit *shared, int *num_done)
+{
+    const int heads_a_group = op->num_heads / op->num_kv_heads, most = most_queries(op);
+    const int heads_a_unit = heads_a_group < most ? heads_a_group : most, rows_a_unit = most / heads_a_unit;
     const int units_a_head = (heads_a_group + heads_a_unit - 1) / heads_a_unit;
-    const int most_shared = work->team->num_threads > 1 ? UNITS_A_THREAD * work->team->num_threads : 0;
-    const int are_shared = s->num_rows * op->num_kv_heads * units_a_head <= most_shared;
-    int64_t mine = atomic_fetch_add(&work->next_task, 1), task = 0, number = 0;
+    const int are_shared = s->num_rows * op->num_kv_heads * units_a_head <= most_shared(team);
+    int mine = take_task(t, INT_MAX), task = 0, number = 0;
     for (int64_t row = 0, end; row < s->num_rows; row = end) {
         for (end = row + 1; end < s->num_rows && end - row < rows_a_unit && s->requests[end] == s->requests[row]; end++);
         for (int kv_head = 0; kv_head < op->num_kv_heads; kv_head++) {
@@ -490,7 +643,8 @@ static void attend(const attend_operation *op, const step *s, attention_work *wo
                 if (end_head > (kv_head + 1) * heads_a_group) end_head = (kv_head + 1) * heads_a_group;
                 if (!are_shared) {
                     if (task++ != mine) continue;
-                    mine = atomic_fetch_add(&work->next_task, 1);
+                    mine = take_task(t, INT_MAX);
+                    ++*num_done;
                     unit u = unit_of(op, s, row, end, kv_head, first, end_head);
                     attend_unit(op, &u);
                     continue;
@@ -498,10 +652,12 @@ static void attend(const attend_operation *op, const step *s, attention_work *wo
                 unit u = unit_of(op, s, row, end, kv_head, first, end_head);
                 for (int64_t split = u.first / SPLIT; split * SPLIT < u.last; split++) {
                     if (task++ != mine) continue;
-                    mine = atomic_fetch_add(&work->next_task, 1);
-                    attend_shared(op, &u, split, &work->shared[number], work->team->spin_ns);
+                    mine = take_task(t, INT_MAX);
+                    ++*num_done;
+                    attend_shared(op, &u, split, &shared[number], team->spin_ns);
                 }
             }
         }
     }
+    return task;
 }

@@ -1,4 +1,4 @@
-/* A step of a decoder on a CPU: a list of operations, run by a team of threads that meets after each. */
+/* A step of a decoder on a CPU: a list of operations, each cut into tasks for a team of threads. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 #include "team.h"
@@ -13,32 +13,52 @@ typedef struct {
     const void *const *operations;
     int num_operations;
     const step *step;
-    attention_work attention;
+    tasks *tasks;        /* [num_operations] */
+    shared_unit *shared; /* [UNITS_A_THREAD * threads] */
 } program;
 
-#define FOR_MY_ROWS                                                                                                   \
-    for (int64_t row = s->num_rows * thread / num_threads, end = s->num_rows * (thread + 1) / num_threads; row < end; row++)
+enum { TASKS_A_THREAD = 8 }; /* of an operation, at most: enough for an even end, too few to be felt */
+
+/* Rows, or panels of a product, go to tasks in shares of nearly one size. */
+static int64_t num_shares(const void *operation, const step *s)
+{
+    return *(const int32_t *)operation == LINEAR ? num_panels(operation) : s->num_rows;
+}
+
+#define FOR_ROWS for (int64_t row = begin; row < end; row++)
+
+static void run_shares(const void *operation, const step *s, int64_t begin, int64_t end)
+{
+    switch (*(const int32_t *)operation) {
+    case EMBED: FOR_ROWS embed(operation, s, row); break;
+    case NORM: FOR_ROWS norm(operation, row); break;
+    case LINEAR: linear(operation, s->num_rows, begin, end); break;
+    case ROTATE: FOR_ROWS rotate(operation, s, row); break;
+    case CAP: FOR_ROWS cap(operation, row); break;
+    case GREATEST: FOR_ROWS greatest(operation, row); break;
+    }
+}
 
 static void run_operations(int thread, void *argument)
 {
     program *p = argument;
     const step *s = p->step;
-    const int num_threads = p->team.num_threads;
     int64_t began = thread == 0 && s->times ? now_ns() : 0;
     for (int i = 0; i < p->num_operations; i++) {
         const void *operation = p->operations[i];
-        switch (*(const int32_t *)operation) {
-        case EMBED: FOR_MY_ROWS embed(operation, s, row); break;
-        case NORM: FOR_MY_ROWS norm(operation, row); break;
-        case LINEAR: linear(operation, s->num_rows, thread, num_threads); break;
-        case ROTATE:
-            if (thread == 0) attention_begin(&p->attention);
-            FOR_MY_ROWS rotate(operation, s, row);
-            break;
-        case ATTEND: attend(operation, s, &p->attention); break;
-        case CAP: FOR_MY_ROWS cap(operation, row); break;
+        tasks *t = &p->tasks[i];
+        int num_tasks, num_done = 0;
+        if (*(const int32_t *)operation == ATTEND) {
+            num_tasks = attend(operation, s, &p->team, t, p->shared, &num_done);
+        } else {
+            const int64_t shares = num_shares(operation, s);
+            num_tasks = TASKS_A_THREAD * p->team.num_threads;
+            if (num_tasks > shares || p->team.num_threads == 1) num_tasks = p->team.num_threads == 1 ? 1 : (int)shares;
+            for (int task; (task = take_task(t, num_tasks)) < num_tasks; num_done++)
+                run_shares(operation, s, shares * task / num_tasks, shares * (task + 1) / num_tasks);
         }
-        if (i + 1 < p->num_operations) team_meet(&p->team);
+        if (num_done) counter_add(&t->num_done, num_done, num_tasks);
+        counter_wait(&t->num_done, num_tasks, p->team.spin_ns);
         if (thread == 0 && s->times) {
             int64_t ended = now_ns();
             s->times[i] += ended - began;
@@ -55,16 +75,19 @@ static void run_operations(int thread, void *argument)
 int run(int num_threads, int64_t spin_ns, const void *const *operations, int num_operations, const step *s)
 {
     program p = {.operations = operations, .num_operations = num_operations, .step = s};
-    p.team.spin_ns = spin_ns;
-    p.team.function = run_operations;
-    p.team.argument = &p;
-    p.attention.team = &p.team;
-    p.attention.shared = aligned_alloc(64, UNITS_A_THREAD * num_threads * sizeof(shared_unit));
-    if (!p.attention.shared) return -1;
-    for (int i = 0; i < UNITS_A_THREAD * num_threads; i++) p.attention.shared[i].num_folded = (gate){0};
-    team_run(&p.team, num_threads);
-    free(p.attention.shared);
-    return 0;
+    p.team = (team){num_threads, spin_ns, run_operations, &p};
+    const size_t tasks_bytes = num_operations * sizeof(tasks), shared_bytes = most_shared(&p.team) * sizeof(shared_unit);
+    p.tasks = aligned_alloc(64, tasks_bytes);
+    p.shared = aligned_alloc(64, shared_bytes + 64);
+    if (p.tasks && p.shared) {
+        memset(p.tasks, 0, tasks_bytes);
+        for (int i = 0; i < most_shared(&p.team); i++) p.shared[i].num_folded = (counter){0};
+        team_run(&p.team);
+    }
+    const int has_run = p.tasks && p.shared;
+    free(p.tasks);
+    free(p.shared);
+    return has_run ? 0 : -1;
 }
 
 /* Whether this build may run here: the system must grant the AMX registers. */

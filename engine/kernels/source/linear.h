@@ -1,6 +1,6 @@
 /* Products of rows and packed weights.
  *
- * A thread has a share of the panels, of 32 outputs each, and goes through all rows for each. Over the inputs every
+ * A task is some panels, of 32 outputs each, and goes through all rows for each. Over the inputs every
  * output is summed in one order, whatever the number of rows: so a row's bits do not depend on its neighbours.
  */
 #pragma once
@@ -8,6 +8,7 @@
 #include "simd.h"
 
 enum { PANEL = 32, VECTORS = PANEL / LANES, MOST_ROWS = 64 };
+enum { PREFETCHED_BYTES = 8192 }; /* how far ahead weights are fetched */
 #if defined(__AVX512F__)
 enum { TILE_ROWS = 12, QUANTIZED_ROWS = 6 }; /* as many sums as registers hold */
 #else
@@ -42,52 +43,43 @@ INLINE void tile_bfloat16(const int n, const uint16_t *x, int num_inputs, const 
     UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) store(out + m * PANEL + v * LANES, sums[m][v]);
 }
 
-/* A row of quantized inputs. */
-typedef struct {
-    const int8_t *bytes;
-    const float *scales, *offsets, *products;
-} quantized_row;
-
-INLINE int64_t quantized_bytes(int num_inputs) { return num_inputs + num_inputs / GROUP * 12; }
-
-INLINE quantized_row quantized(const void *in, int64_t row, int num_inputs)
+INLINE void tile_int8(const int n, const void *in, int64_t row, int num_inputs, const uint8_t *w, float *out)
 {
-    const int8_t *bytes = (const int8_t *)in + row * quantized_bytes(num_inputs);
-    const float *scales = (const float *)(bytes + num_inputs);
-    return (quantized_row){bytes, scales, scales + num_inputs / GROUP, scales + num_inputs / GROUP * 2};
-}
-
-INLINE void tile_int8(const int n, const void *in, int64_t row, int num_inputs, const uint8_t *w, const float *scales,
-                      float *out)
-{
-    floats sums[TILE_ROWS][VECTORS];
-    UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) sums[m][v] = all(0.f);
-    for (int group = 0; group < num_inputs / GROUP; group++, w += GROUP * PANEL) {
+    floats sums[QUANTIZED_ROWS][VECTORS];
+    quantized_row x[QUANTIZED_ROWS];
+    UNROLL for (int m = 0; m < n; m++) {
+        x[m] = quantized(INT8, in, row + m, num_inputs);
+        UNROLL for (int v = 0; v < VECTORS; v++) sums[m][v] = all(*x[m].sums * -128.f);
+    }
+    for (int group = 0; group < num_inputs / WIDE_GROUP; group++, w += WIDE_GROUP * PANEL) {
+        UNROLL for (int line = 0; line < WIDE_GROUP * PANEL / 64; line++) __builtin_prefetch(w + PREFETCHED_BYTES + 64 * line);
         UNROLL for (int v = 0; v < VECTORS; v++) {
-            words weights[GROUP / 4];
-            UNROLL for (int k = 0; k < GROUP / 4; k++) weights[k] = load_words(w + 4 * k * PANEL + 4 * v * LANES);
+            words weights[WIDE_GROUP / 4];
+            UNROLL for (int k = 0; k < WIDE_GROUP / 4; k++) weights[k] = load_words(w + 4 * k * PANEL + 4 * v * LANES);
             UNROLL for (int m = 0; m < n; m++) {
-                quantized_row x = quantized(in, row + m, num_inputs);
+                const int8_t *bytes = x[m].bytes + group * BAND * WIDE_GROUP;
                 ints dots = {};
-                UNROLL for (int k = 0; k < GROUP / 4; k++)
-                    dots = dot_bytes(dots, weights[k], load_word(x.bytes + group * GROUP + 4 * k));
-                floats dot = __builtin_convertvector(dots, floats) - all(x.offsets[group]);
-                sums[m][v] = fused(dot, all(x.scales[group]), sums[m][v]);
+                UNROLL for (int k = 0; k < WIDE_GROUP / 4; k++) dots = dot_bytes(dots, weights[k], load_word(bytes + 4 * k));
+                sums[m][v] = fused(__builtin_convertvector(dots, floats), all(x[m].scales[group * BAND]), sums[m][v]);
             }
         }
     }
-    UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) 
-        store(out + m * PANEL + v * LANES, sums[m][v] * load(scales + v * LANES));
+    UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) store(out + m * PANEL + v * LANES, sums[m][v]);
 }
 
 enum { INT4_BYTES = GROUP / 2 * PANEL + 2 * PANEL * 2 }; /* of a group in a panel */
 
 INLINE void tile_int4(const int n, const void *in, int64_t row, int num_inputs, const uint8_t *w, float *out)
 {
-    floats sums[TILE_ROWS][VECTORS];
-    UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) sums[m][v] = all(0.f);
+    floats sums[QUANTIZED_ROWS][VECTORS];
+    quantized_row x[QUANTIZED_ROWS];
+    UNROLL for (int m = 0; m < n; m++) {
+        x[m] = quantized(INT4, in, row + m, num_inputs);
+        UNROLL for (int v = 0; v < VECTORS; v++) sums[m][v] = all(0.f);
+    }
     for (int group = 0; group < num_inputs / GROUP; group++, w += INT4_BYTES) {
         const uint16_t *factors = (const uint16_t *)(w + GROUP / 2 * PANEL), *least = factors + PANEL;
+        UNROLL for (int line = 0; line < INT4_BYTES / 64; line++) __builtin_prefetch(w + PREFETCHED_BYTES + 64 * line);
         UNROLL for (int v = 0; v < VECTORS; v++) {
             words low[4], high[4];
             UNROLL for (int k = 0; k < 4; k++) {
@@ -97,15 +89,15 @@ INLINE void tile_int4(const int n, const void *in, int64_t row, int num_inputs, 
             }
             floats factor = widen_float16(factors + v * LANES), offset = widen_float16(least + v * LANES);
             UNROLL for (int m = 0; m < n; m++) {
-                quantized_row x = quantized(in, row + m, num_inputs);
+                const int8_t *bytes = x[m].bytes + group * BAND * GROUP;
                 ints dots = {};
                 UNROLL for (int k = 0; k < 4; k++) {
-                    dots = dot_bytes(dots, low[k], load_word(x.bytes + group * GROUP + 4 * k));
-                    dots = dot_bytes(dots, high[k], load_word(x.bytes + group * GROUP + GROUP / 2 + 4 * k));
+                    dots = dot_bytes(dots, low[k], load_word(bytes + 4 * k));
+                    dots = dot_bytes(dots, high[k], load_word(bytes + GROUP / 2 + 4 * k));
                 }
-                float scale = x.scales[group];
-                sums[m][v] = fused(__builtin_convertvector(dots, floats) * scale, factor, sums[m][v]);
-                sums[m][v] = fused(offset, all(x.products[group]), sums[m][v]);
+                floats dot = __builtin_convertvector(dots, floats) * x[m].scales[group * BAND];
+                sums[m][v] = fused(dot, factor, sums[m][v]);
+                sums[m][v] = fused(offset, all(x[m].sums[group * BAND]), sums[m][v]);
             }
         }
     }
@@ -126,20 +118,19 @@ INLINE void tile_int4(const int n, const void *in, int64_t row, int num_inputs, 
     static __attribute__((noinline, unused)) void bfloat16_##n(const uint16_t *x, int k, const uint16_t *w, float *out) \
     { tile_bfloat16(n, x, k, w, out); }
 #define DEFINE_QUANTIZED_TILES(n)                                                                                     \
-    static __attribute__((noinline)) void int8_##n(const void *in, int64_t row, int k, const void *w, const float *s, \
-                                                   float *out)                                                        \
-    { tile_int8(n, in, row, k, w, s, out); }                                                                          \
+    static __attribute__((noinline)) void int8_##n(const void *in, int64_t row, int k, const void *w, float *out)     \
+    { tile_int8(n, in, row, k, w, out); }                                                                             \
     static __attribute__((noinline)) void int4_##n(const void *in, int64_t row, int k, const void *w, float *out)     \
     { tile_int4(n, in, row, k, w, out); }
 #define FLOAT32_CASE(n) case n: float32_##n((const float *)op->in + row * k, k, (const float *)w, out); break;
 #define BFLOAT16_CASE(n) case n: bfloat16_##n((const uint16_t *)op->in + row * k, k, (const uint16_t *)w, out); break;
-#define INT8_CASE(n) case n: int8_##n(op->in, row, k, w, op->scales + panel * PANEL, out); break;
+#define INT8_CASE(n) case n: int8_##n(op->in, row, k, w, out); break;
 #define INT4_CASE(n) case n: int4_##n(op->in, row, k, w, out); break;
 FOR_EACH_COUNT(DEFINE_TILES)
 FOR_EACH_QUANTIZED_COUNT(DEFINE_QUANTIZED_TILES)
 
 /* Multiply n rows from `row` on with one panel into sums [n][PANEL]. */
-static void tile(const linear_operation *op, int64_t row, int n, const char *w, int64_t panel, float *out)
+static void tile(const linear_operation *op, int64_t row, int n, const char *w, float *out)
 {
     const int k = op->num_inputs;
     switch (op->form) {
@@ -171,23 +162,30 @@ INLINE floats activate(int activation, floats x)
 }
 
 /* Do with one row's sums of a panel what the operation says. */
-INLINE void finish(const linear_operation *op, int64_t row, int panel, float *sums)
+INLINE void finish(const linear_operation *op, int64_t row, int64_t panel, const float *sums)
 {
     float *out = op->out + row * op->out_stride;
-    if (op->bias)
-        for (int i = 0; i < PANEL; i += LANES) store(sums + i, load(sums + i) + load(op->bias + (int64_t)panel * PANEL + i));
+    floats of[VECTORS];
+    for (int v = 0; v < VECTORS; v++) {
+        const int64_t output = panel * PANEL + v * LANES;
+        of[v] = load(sums + v * LANES);
+        if (op->scales) of[v] *= load(op->scales + output);
+        if (op->bias) of[v] += load(op->bias + output);
+    }
     if (op->epilogue == GATE) {
-        for (int i = 0; i < PANEL / 2; i += LANES)
-            store(out + (int64_t)panel * PANEL / 2 + i, activate(op->activation, load(sums + i)) * load(sums + PANEL / 2 + i));
+        out += panel * PANEL / 2;
+        for (int v = 0; v < VECTORS / 2; v++) store(out + v * LANES, activate(op->activation, of[v]) * of[v + VECTORS / 2]);
         return;
     }
-    out += (int64_t)panel * PANEL;
-    int64_t count = op->num_outputs - (int64_t)panel * PANEL;
+    out += panel * PANEL;
+    int64_t count = op->num_outputs - panel * PANEL;
     if (count < PANEL) {
-        for (int i = 0; i < count; i++) out[i] = op->epilogue == ADD ? sums[i] * op->multiplier + out[i] : sums[i];
+        float tail[PANEL];
+        for (int v = 0; v < VECTORS; v++) store(tail + v * LANES, of[v]);
+        for (int i = 0; i < count; i++) out[i] = op->epilogue == ADD ? tail[i] * op->multiplier + out[i] : tail[i];
     } else {
-        for (int i = 0; i < PANEL; i += LANES)
-            store(out + i, op->epilogue == ADD ? fused(load(sums + i), all(op->multiplier), load(out + i)) : load(sums + i));
+        for (int v = 0; v < VECTORS; v++, out += LANES)
+            store(out, op->epilogue == ADD ? fused(of[v], all(op->multiplier), load(out)) : of[v]);
     }
 }
 
@@ -196,34 +194,36 @@ INLINE int rows_at_once(int form, int64_t num_rows)
 {
 #if defined(__AMX_BF16__)
     if (form == BFLOAT16) return AMX_BFLOAT16_ROWS;
-    if (form >= INT8 && num_rows > FEW_ROWS) return AMX_QUANTIZED_ROWS;
+    if (form >= INT8 && num_rows > VECTOR_ROWS) return AMX_QUANTIZED_ROWS;
 #endif
     (void)num_rows;
     return form >= INT8 ? QUANTIZED_ROWS : TILE_ROWS;
 }
 
-static void linear(const linear_operation *op, int64_t num_rows, int thread, int num_threads)
+INLINE int64_t num_panels(const linear_operation *op) { return (op->num_outputs + PANEL - 1) / PANEL; }
+
+/* Multiply all rows with the panels [begin, end). */
+static void linear(const linear_operation *op, int64_t num_rows, int64_t begin, int64_t end_panel)
 {
-    const int64_t num_panels = (op->num_outputs + PANEL - 1) / PANEL;
     const int most = rows_at_once(op->form, num_rows);
     const int64_t num_tiles = (num_rows + most - 1) / most;
     _Alignas(64) float sums[MOST_ROWS * PANEL];
 #if defined(__AMX_BF16__)
-    amx_begin(op->form);
+    if (most > TILE_ROWS) amx_begin(op->form, num_rows <= AMX_FEW_ROWS ? AMX_FEW_ROWS : AMX_ROWS);
 #endif
-    for (int64_t panel = num_panels * thread / num_threads; panel < num_panels * (thread + 1) / num_threads; panel++) {
+    for (int64_t panel = begin; panel < end_panel; panel++) {
         const char *w = (const char *)op->weight + panel * panel_bytes(op->form, op->num_inputs);
         for (int64_t i = 0, row = 0, end; i < num_tiles; i++, row = end) {
 #if defined(__AMX_BF16__)
             if (most > TILE_ROWS) {
                 end = row + most < num_rows ? row + most : num_rows;
                 if (op->form == BFLOAT16) amx_bfloat16(op, row, end - row, (const uint16_t *)w, sums);
-                else amx_quantized(op, row, end - row, (const uint8_t *)w, panel, sums);
+                else amx_quantized(op, row, end - row, num_rows <= AMX_FEW_ROWS, (const uint8_t *)w, sums);
             } else
 #endif
             {
                 end = num_rows * (i + 1) / num_tiles; /* tiles of about one size */
-                tile(op, row, end - row, w, panel, sums);
+                tile(op, row, end - row, w, sums);
             }
             for (int64_t m = row; m < end; m++) finish(op, m, panel, sums + (m - row) * PANEL);
         }

@@ -2,9 +2,10 @@
 #pragma once
 #include <stdint.h>
 
-/* form: of weights, of inputs (INT8 where the weight is INT4) and of K/V pages */
-enum { FLOAT32, BFLOAT16, INT8, INT4, GROUP = 32 };
-enum { EMBED, NORM, LINEAR, ROTATE, ATTEND, CAP, NUM_KINDS };        /* kind */
+/* form: of weights, of the inputs beside them and of K/V pages */
+enum { FLOAT32, BFLOAT16, INT8, INT4 };
+enum { GROUP = 32, WIDE_GROUP = 64, BAND = 16 };
+enum { EMBED, NORM, LINEAR, ROTATE, ATTEND, CAP, GREATEST, NUM_KINDS }; /* kind */
 enum { STORE, ADD, GATE };                                           /* epilogue of a product */
 enum { SILU, GELU_TANH };                                            /* activation */
 
@@ -47,15 +48,19 @@ typedef struct {
  *     INT4      [panels][inputs / 32] of bytes [4][32][4], inputs 0 to 15 of the group in their low halves and 16 to 31
  *               in their high ones, then float16 factor[32] and least[32]: number times factor plus least
  *
- * A row of INT8 inputs has inputs bytes, then for each group of 32 a float32 scale, then for each the sum of its bytes
- * times 128, then for each that sum times the scale. Products are summed exactly within a group, and groups in order. */
+ * Inputs beside INT8 and INT4 are bytes, with a scale for each group of 64 or of 32 of a row, in bands of 16 rows:
+ *
+ *     INT8      [groups][16][64] bytes, float32 scales[groups][16], and [16]: the scale times the sum of each group, added
+ *     INT4      [groups][16][32] bytes, float32 scales[groups][16], and [groups][16]: the scale times the sum of the group
+ *
+ * Products are summed exactly within a group, and groups in order. */
 typedef struct {
     int32_t kind, form, num_outputs, num_inputs, epilogue, activation;
     float multiplier;
     const void *weight;
     const float *scales;                /* [panels * 32] of INT8 */
     const float *bias;                  /* [panels * 32] or NULL */
-    const void *in;                     /* [rows][num_inputs] */
+    const void *in;                     /* [rows][num_inputs], or bands */
     float *out;
     int64_t out_stride;
 } linear_operation;
@@ -84,3 +89,28 @@ typedef struct {
     float divisor, cap;
     float *rows;
 } cap_operation;
+
+/* Of each row the greatest number, none if one is none, and the first place that has it. */
+typedef struct {
+    int32_t kind, size;
+    const float *rows;
+    float *values;
+    int64_t *places;
+} greatest_operation;
+
+/* One row of a band. The next group's bytes are BAND groups on, its scale and sum BAND numbers. */
+typedef struct {
+    int8_t *bytes;
+    float *scales, *sums;
+} quantized_row;
+
+static inline int group_size(int form) { return form == INT8 ? WIDE_GROUP : GROUP; }
+
+static inline quantized_row quantized(int form, const void *in, int64_t row, int num_inputs)
+{
+    const int size = group_size(form), num_groups = num_inputs / size;
+    const int64_t num_floats = form == INT8 ? num_groups + 1 : 2 * num_groups;
+    int8_t *band = (int8_t *)in + row / BAND * BAND * (num_inputs + num_floats * 4);
+    float *scales = (float *)(band + BAND * num_inputs) + row % BAND;
+    return (quantized_row){band + row % BAND * size, scales, scales + BAND * num_groups};
+}

@@ -21,21 +21,22 @@ INLINE floats normalized(const norm_operation *op, const float *in, int i, float
 }
 
 /* Bring one row into whole numbers times a scale for each group; see linear_operation. */
-INLINE void quantize(const norm_operation *op, const float *in, floats factor, int8_t *out)
+INLINE void quantize(const int form, const norm_operation *op, int64_t row, const float *in, floats factor)
 {
-    const int64_t num_groups = op->out_stride / GROUP;
-    float *scales = (float *)(out + op->out_stride), sum;
-    for (int first = 0; first < op->size; first += GROUP) {
-        floats v[GROUP / LANES];
-        for (int part = 0; part < GROUP / LANES; part++) {
+    const int group = form == INT8 ? WIDE_GROUP : GROUP;
+    quantized_row out = quantized(form, op->out, row, op->out_stride);
+    float total = 0.f, sum;
+    for (int first = 0; first < op->out_stride; first += group, out.bytes += BAND * group, out.scales += BAND) {
+        floats v[WIDE_GROUP / LANES];
+        for (int part = 0; part < group / LANES; part++) {
             int i = first + part * LANES;
             v[part] = i < op->size ? normalized(op, in, i, factor) : all(0.f);
         }
-        quantize_group(v, GROUP / LANES, out + first, scales, &sum);
-        scales[num_groups] = sum * 128.f;
-        scales[num_groups * 2] = sum * *scales;
-        scales++;
+        quantize_group(v, group / LANES, out.bytes, out.scales, &sum);
+        total += sum * *out.scales;
+        if (form == INT4) out.sums[first / GROUP * BAND] = sum * *out.scales;
     }
+    if (form == INT8) *out.sums = total;
 }
 
 static void norm(const norm_operation *op, int64_t row)
@@ -49,8 +50,9 @@ static void norm(const norm_operation *op, int64_t row)
             for (int i = 0; i < op->size; i += LANES) squares = fused(load(in + i), load(in + i), squares);
             factor = all(1.f / sqrtf(sum_of(squares) / (float)op->size + op->epsilon));
         }
-        if (op->form == INT8) {
-            quantize(op, in, factor, (int8_t *)op->out + row * (op->out_stride + op->out_stride / GROUP * 12));
+        if (op->form >= INT8) {
+            if (op->form == INT8) quantize(INT8, op, row, in, factor);
+            else quantize(INT4, op, row, in, factor);
             continue;
         }
         for (int i = 0; i < op->size; i += LANES) {
@@ -76,4 +78,39 @@ static void cap(const cap_operation *op, int64_t row)
         store(tail, v);
         memcpy(rows + i, tail, count * sizeof(float));
     }
+}
+
+static void greatest(const greatest_operation *op, int64_t row)
+{
+    const float *in = op->rows + row * op->size;
+    const int whole = op->size / LANES * LANES;
+    floats most = all(-INFINITY);
+    ints is_none = {}, place, most_places;
+    for (int lane = 0; lane < LANES; lane++) place[lane] = lane;
+    most_places = place;
+    for (int i = 0; i < whole; i += LANES, place += LANES) {
+        floats v = load(in + i);
+        ints is_more = v > most;
+        is_none |= v != v;
+        most = choose(is_more, v, most);
+        most_places = (is_more & place) | (~is_more & most_places);
+    }
+    float value = most[0];
+    int32_t at = most_places[0], some_none = 0;
+    for (int lane = 0; lane < LANES; lane++) {
+        if (most[lane] > value || (most[lane] == value && most_places[lane] < at)) {
+            value = most[lane];
+            at = most_places[lane];
+        }
+        some_none |= is_none[lane];
+    }
+    for (int i = whole; i < op->size; i++) {
+        some_none |= in[i] != in[i];
+        if (in[i] > value) {
+            value = in[i];
+            at = i;
+        }
+    }
+    op->values[row] = some_none ? NAN : value;
+    op->places[row] = at;
 }

@@ -28,10 +28,44 @@ typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 typedef int8_t bytes __attribute__((vector_size(LANES)));
 
+/* GCC converts vectors of small numbers one number at a time. */
+INLINE ints ints_of_bytes(bytes v)
+{
+#if defined(__AVX512F__)
+    return (ints)_mm512_cvtepi8_epi32((__m128i)v);
+#elif defined(__AVX2__)
+    __m128i low = {};
+    memcpy(&low, &v, sizeof v);
+    return (ints)_mm256_cvtepi8_epi32(low);
+#else
+    return __builtin_convertvector(v, ints);
+#endif
+}
+
+INLINE bytes bytes_of_ints(ints v)
+{
+#if defined(__AVX512F__)
+    return (bytes)_mm512_cvtepi32_epi8((__m512i)v);
+#else
+    return __builtin_convertvector(v, bytes);
+#endif
+}
+
+INLINE words words_of_halves(halves v)
+{
+#if defined(__AVX512F__)
+    return (words)_mm512_cvtepu16_epi32((__m256i)v);
+#elif defined(__AVX2__)
+    return (words)_mm256_cvtepu16_epi32((__m128i)v);
+#else
+    return __builtin_convertvector(v, words);
+#endif
+}
+
 INLINE floats load(const float *from) { floats v; memcpy(&v, from, sizeof v); return v; }
 INLINE void store(float *to, floats v) { memcpy(to, &v, sizeof v); }
 INLINE words load_words(const void *from) { words v; memcpy(&v, from, sizeof v); return v; }
-INLINE floats all(float x) { return (floats){} + x; }
+INLINE floats all(float x) { return x - (floats){}; } /* adding zero would change -0, and cost an addition */
 INLINE floats choose(ints mask, floats yes, floats no) { return (floats)((mask & (ints)yes) | (~mask & (ints)no)); }
 
 /* The larger one; `b` where `a` is no number. */
@@ -56,22 +90,32 @@ INLINE floats fused(floats a, floats b, floats c)
 #endif
 }
 
+/* Lane i of the result is lane i + width, for those below width: 8, 4, 2 or 1. */
+INLINE floats upper(floats v, const int width)
+{
+#if defined(__AVX512F__)
+    __m512 of = (__m512)v;
+    return (floats)(width == 8   ? _mm512_shuffle_f32x4(of, of, 0x4e)
+                    : width == 4 ? _mm512_shuffle_f32x4(of, of, 0xb1)
+                    : width == 2 ? _mm512_permute_ps(of, 0x4e)
+                                 : _mm512_permute_ps(of, 0xb1));
+#else
+    floats moved = v;
+    for (int i = 0; i < width; i++) moved[i] = v[i + width];
+    return moved;
+#endif
+}
+
 INLINE float sum_of(floats v)
 {
-    float lanes[LANES];
-    store(lanes, v);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) lanes[i] += lanes[i + width];
-    return lanes[0];
+    UNROLL for (int width = LANES / 2; width; width /= 2) v += upper(v, width);
+    return v[0];
 }
 
 INLINE float largest_of(floats v)
 {
-    float lanes[LANES];
-    store(lanes, v);
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) lanes[i] = lanes[i] > lanes[i + width] ? lanes[i] : lanes[i + width];
-    return lanes[0];
+    UNROLL for (int width = LANES / 2; width; width /= 2) v = larger(v, upper(v, width));
+    return v[0];
 }
 
 /* e to the x, relative error 2e-7; x is held between -87 and 88, and what is no number counts as -87. */
@@ -107,7 +151,7 @@ INLINE floats widen(const uint16_t *from)
 {
     halves narrow;
     memcpy(&narrow, from, sizeof narrow);
-    return (floats)(__builtin_convertvector(narrow, words) << 16);
+    return (floats)(words_of_halves(narrow) << 16);
 }
 
 INLINE void narrow_to(uint16_t *to, floats v)
@@ -148,7 +192,7 @@ INLINE floats widen_float16(const uint16_t *from)
 #elif defined(__F16C__)
     return (floats)_mm256_cvtph_ps((__m128i)narrow);
 #else
-    words bits = __builtin_convertvector(narrow, words); /* finite numbers alone */
+    words bits = words_of_halves(narrow); /* finite numbers alone */
     floats size = (floats)((bits & 0x7fff) << 13) * 0x1p112f;
     return (floats)((words)size | (bits & 0x8000) << 16);
 #endif
@@ -174,7 +218,7 @@ INLINE void quantize_group(const floats *v, int num_vectors, int8_t *out, float 
     floats inverse = all(most > SMALLEST ? 127.f / most : 0.f);
     for (int i = 0; i < num_vectors; i++) {
         floats whole = rounded(v[i] * inverse);
-        bytes narrow = __builtin_convertvector(__builtin_convertvector(whole, ints), bytes);
+        bytes narrow = bytes_of_ints(__builtin_convertvector(whole, ints));
         memcpy(out + i * LANES, &narrow, sizeof narrow);
         total += whole;
     }
@@ -186,7 +230,7 @@ INLINE floats widen_bytes(const int8_t *from)
 {
     bytes narrow;
     memcpy(&narrow, from, sizeof narrow);
-    return __builtin_convertvector(__builtin_convertvector(narrow, ints), floats);
+    return __builtin_convertvector(ints_of_bytes(narrow), floats);
 }
 
 /* sum + a . b, for four unsigned bytes a lane and four signed ones that all lanes share; exact. */

@@ -1,8 +1,10 @@
 /* A team of threads for one call: the caller and as many as it starts, gone again when the call returns.
  *
- * Starting a thread costs some 15 us, as waking a sleeping one does, so none has to be kept between steps. Every wait
- * inside spins for a moment and then sleeps on a futex: the spin is what makes hundreds of meetings a step cheap, and a
- * long one takes the core from whoever else needs it.
+ * Starting a thread costs some 15 us, as waking a sleeping one does, so none has to be kept between steps. An operation
+ * is cut into tasks that whoever is free takes, and the next one begins once all are done, not once all threads have
+ * come by: so a thread whose core is busy with something else holds up nobody unless it has a task. Every wait spins
+ * for a moment and then sleeps on a futex: the spin is what makes hundreds of operations a step cheap, and a long one
+ * takes the core from whoever else needs it.
  */
 #pragma once
 #include <limits.h>
@@ -17,14 +19,18 @@
 
 enum { MAX_THREADS = 256 };
 
+/* A count that only grows, and what waits for it. */
 typedef struct {
-    _Alignas(64) atomic_int epoch;
-    atomic_int num_sleepers;
-} gate;
+    _Alignas(64) atomic_int value, num_sleepers;
+} counter;
+
+/* The tasks of one operation. */
+typedef struct {
+    counter num_done;
+    _Alignas(64) atomic_int num_taken;
+} tasks;
 
 typedef struct {
-    gate start, meeting;
-    _Alignas(64) atomic_int num_arrived;
     int num_threads;
     int64_t spin_ns;
     void (*function)(int thread, void *argument);
@@ -47,10 +53,11 @@ static int64_t now_ns(void)
     return now.tv_sec * 1000000000LL + now.tv_nsec;
 }
 
-static void gate_wait(gate *g, int seen, int64_t spin_ns)
+/* Wait until the count is `due`. */
+static void counter_wait(counter *c, int due, int64_t spin_ns)
 {
     int64_t until = 0;
-    for (int turns = 0; atomic_load_explicit(&g->epoch, memory_order_acquire) == seen;) {
+    for (int turns = 0, seen; (seen = atomic_load_explicit(&c->value, memory_order_acquire)) < due;) {
         if (++turns % 16) {
             pause_briefly();
             continue;
@@ -58,29 +65,24 @@ static void gate_wait(gate *g, int seen, int64_t spin_ns)
         int64_t now = now_ns();
         if (!until) until = now + spin_ns;
         if (now < until) continue;
-        atomic_fetch_add(&g->num_sleepers, 1);
-        if (atomic_load(&g->epoch) == seen) syscall(SYS_futex, &g->epoch, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
-        atomic_fetch_sub(&g->num_sleepers, 1);
+        atomic_fetch_add(&c->num_sleepers, 1);
+        if (atomic_load(&c->value) == seen) syscall(SYS_futex, &c->value, FUTEX_WAIT_PRIVATE, seen, NULL, NULL, 0);
+        atomic_fetch_sub(&c->num_sleepers, 1);
     }
 }
 
-static void gate_open(gate *g)
+/* Count `number` more; who sleeps is woken once it comes to `due`. */
+static void counter_add(counter *c, int number, int due)
 {
-    atomic_fetch_add(&g->epoch, 1);
-    if (atomic_load(&g->num_sleepers)) syscall(SYS_futex, &g->epoch, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
+    if (atomic_fetch_add(&c->value, number) + number != due || !atomic_load(&c->num_sleepers)) return;
+    syscall(SYS_futex, &c->value, FUTEX_WAKE_PRIVATE, INT_MAX, NULL, NULL, 0);
 }
 
-/* Wait until all threads of the team are here. */
-static void team_meet(team *t)
+/* Return a task that nobody has taken, `num_tasks` or more if there is none. */
+static inline int take_task(tasks *t, int num_tasks)
 {
-    if (t->num_threads == 1) return;
-    int seen = atomic_load_explicit(&t->meeting.epoch, memory_order_relaxed);
-    if (atomic_fetch_add_explicit(&t->num_arrived, 1, memory_order_acq_rel) == t->num_threads - 1) {
-        atomic_store_explicit(&t->num_arrived, 0, memory_order_relaxed);
-        gate_open(&t->meeting);
-    } else {
-        gate_wait(&t->meeting, seen, t->spin_ns);
-    }
+    if (atomic_load_explicit(&t->num_taken, memory_order_relaxed) >= num_tasks) return num_tasks;
+    return atomic_fetch_add_explicit(&t->num_taken, 1, memory_order_relaxed);
 }
 
 typedef struct {
@@ -91,23 +93,20 @@ typedef struct {
 static void *team_member(void *argument)
 {
     member *self = argument;
-    gate_wait(&self->team->start, 0, self->team->spin_ns);
     self->team->function(self->thread, self->team->argument);
     return NULL;
 }
 
 /* Call `t->function` in `num_threads` threads, or as many as the system has, and return once all have returned. */
-static void team_run(team *t, int num_threads)
+static void team_run(team *t)
 {
     pthread_t threads[MAX_THREADS];
     member members[MAX_THREADS];
     int started = 1;
-    for (; started < num_threads && started < MAX_THREADS; started++) {
+    for (; started < t->num_threads && started < MAX_THREADS; started++) {
         members[started] = (member){t, started};
         if (pthread_create(&threads[started], NULL, team_member, &members[started])) break;
     }
-    t->num_threads = started;
-    gate_open(&t->start);
     t->function(0, t->argument);
     for (int i = 1; i < started; i++) pthread_join(threads[i], NULL);
 }
