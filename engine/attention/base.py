@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from engine.outputs import TokenArray
@@ -42,13 +43,22 @@ class AttentionBatch:
     """Where a step's rows belong; made by `model_runner.input_batch`.
 
     Attributes:
-        slot_mappings: For each group of layers the slots that the rows' K/V goes to, block id x block size + offset,
-            int64 `[num_rows]`.
         requests: In row order, without gaps.
     """
 
-    slot_mappings: Sequence[torch.Tensor]
     requests: Sequence[RequestRows]
+
+    def slot_mappings(self, block_size: int) -> list[torch.Tensor]:
+        """Return for each group of layers the slots that the rows' K/V goes to, int64 `[num_rows]`.
+
+        A slot is block id x block size + offset.
+        """
+        groups: list[list[np.ndarray]] = [[] for _ in self.requests[0].block_tables]
+        for request in self.requests:
+            span = np.arange(request.start, request.start + request.num_rows)
+            for group, table in zip(groups, request.block_tables, strict=True):
+                group.append(table[span // block_size].astype(np.int64) * block_size + span % block_size)
+        return [torch.from_numpy(np.concatenate(group)) for group in groups]
 
 
 class AttentionPages(Protocol):

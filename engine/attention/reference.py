@@ -137,7 +137,7 @@ class ReferenceAttention:
             most_keys = max(request.start + request.num_rows for request in requests)
             step = self._tiles_a_group(most_keys, max(self._score_size, self._key_size))
             groups += [self._group_of_many(requests[i : i + step]) for i in range(0, len(requests), step)]
-        return _PreparedBatch(batch.slot_mappings, groups)
+        return _PreparedBatch(batch.slot_mappings(self._block_size), groups)
 
     def attend(
         self,

@@ -83,10 +83,8 @@ class LateTokens:
         return known[len(known) - num_late :]
 
 
-def flatten(
-    plan: SchedulerOutput, late_tokens: LateTokens, block_size: int, *, reads_tokens: bool = False
-) -> InputBatch:
-    """Lay out a plan with at least one row, for as many groups of layers as each row has block tables.
+def flatten(plan: SchedulerOutput, late_tokens: LateTokens, *, reads_tokens: bool = False) -> InputBatch:
+    """Lay out a plan with at least one row.
 
     Late tokens are taken from `late_tokens`. Rows are given their tokens where their parameters read them, all of them
     if something else `reads_tokens`.
@@ -94,28 +92,27 @@ def flatten(
     Raises:
         LookupError: A late token is not known.
     """
-    token_ids, positions, rows = [], [], []
-    slots: list[list[np.ndarray]] = [[] for _ in plan.requests[0].block_tables]
-    first_row = 0
-    for request in plan.requests:
-        span = np.arange(request.start, request.start + request.num_tokens)
-        token_ids.append(_inputs(request, late_tokens, plan.step))
-        positions.append(span)
-        for group, block_table in zip(slots, request.block_tables, strict=True):
-            group.append(block_table[span // block_size].astype(np.int64) * block_size + span % block_size)
-        rows.append(RequestRows(first_row, request.num_tokens, request.start, request.block_tables))
-        first_row += request.num_tokens
-    sampled = [i for i, request in enumerate(plan.requests) if request.samples]
+    requests = plan.requests
+    token_ids = np.concatenate([_inputs(request, late_tokens, plan.step) for request in requests])
+    starts = np.array([request.start for request in requests])
+    counts = np.array([request.num_tokens for request in requests])
+    ends = np.cumsum(counts)
+    first_rows = ends - counts
+    rows = [
+        RequestRows(first_row, request.num_tokens, request.start, request.block_tables)
+        for first_row, request in zip(first_rows.tolist(), requests, strict=True)
+    ]
+    sampled = [i for i, request in enumerate(requests) if request.samples]
     return InputBatch(
-        token_ids=torch.from_numpy(np.concatenate(token_ids).astype(np.int64)),
-        positions=torch.from_numpy(np.concatenate(positions)),
-        attention=AttentionBatch([torch.from_numpy(np.concatenate(group)) for group in slots], rows),
+        token_ids=torch.from_numpy(token_ids.astype(np.int64)),
+        positions=torch.from_numpy(np.arange(ends[-1]) + np.repeat(starts - first_rows, counts)),
+        attention=AttentionBatch(rows),
         sampled=sampled,
-        last_rows=torch.tensor([rows[i].first_row + rows[i].num_rows - 1 for i in sampled], dtype=torch.int64),
-        sampling=[_sampling_row(plan.requests[i], late_tokens, plan.step, reads_tokens) for i in sampled],
+        last_rows=torch.from_numpy(ends[sampled] - 1),
+        sampling=[_sampling_row(requests[i], late_tokens, plan.step, reads_tokens) for i in sampled],
         prompts=[
             _prompt_rows(request, rows[i].first_row, request.sampling_params.prompt_logprobs)
-            for i, request in enumerate(plan.requests)
+            for i, request in enumerate(requests)
             if request.sampling_params.prompt_logprobs is not None and request.start < request.num_prompt_tokens - 1
         ],
     )

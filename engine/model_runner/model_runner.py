@@ -181,7 +181,7 @@ class ModelRunner:
             self._executed.append(_Executed(plan, None, torch.empty(0), (), {}))
             return
         began = time.perf_counter()
-        batch = flatten(plan, self._late_tokens, self._config.block_size, reads_tokens=bool(self.logits_processors))
+        batch = flatten(plan, self._late_tokens, reads_tokens=bool(self.logits_processors))
         prepared = self.attention.prepare(batch.attention)
         flattened = time.perf_counter()
         assert self._model is not None

@@ -99,7 +99,7 @@ def sample(
         failed |= _process_by(logits_processors, logits, rows, greatest)
     if logits_processors or grammar_masks is not None or any(map(_is_changed, rows)):
         values, token_ids = greatest(logits)
-    for row in torch.nonzero(values == -torch.inf).flatten().tolist():
+    for row in np.flatnonzero(values.cpu().numpy() == -np.inf).tolist():
         failed.setdefault(row, Cause("NoTokenAllowed", _nothing_allowed(rows[row], row in grammar_rows)))
     random = [i for i, row in enumerate(rows) if i not in failed and not row.params.is_greedy]
     if random:
@@ -137,8 +137,9 @@ def _nothing_allowed(row: SamplingRow, has_grammar: bool) -> str:
 def _number_failures(highest: torch.Tensor) -> dict[int, Cause]:
     """Find rows whose greatest logit is NaN, as it is if one of them is, or plus infinity."""
     failed = {}
-    for row in torch.nonzero(highest.isnan() | (highest == torch.inf)).flatten().tolist():
-        kind = "NaN" if highest[row].isnan() else "infinite"
+    numbers = highest.cpu().numpy()
+    for row in np.flatnonzero(~(numbers < np.inf)).tolist():
+        kind = "NaN" if np.isnan(numbers[row]) else "infinite"
         failed[row] = Cause("BadLogits", f"the model gave {kind} logits for this request; others are not affected")
     return failed
 

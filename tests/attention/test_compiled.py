@@ -44,7 +44,7 @@ class Attention:
         """Return what the operations in C and the readable attention give for `qkv [rows, heads + 2 K/V heads, d]`."""
         num_heads, num_kv_heads, head_dim = self.sizes
         sizes = (num_heads, num_kv_heads, head_dim)
-        batch = AttentionBatch([self._slots(rows)], rows)
+        batch = AttentionBatch(rows)
         q, k, v = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         prepared = self.reference.prepare(batch)
         expected = self.reference.attend(0, q, k, v, head_dim**-0.5, window, cap, sinks, prepared)
@@ -60,13 +60,6 @@ class Attention:
         attend.sinks = pointer(sinks)
         Program([rotate, attend], [kept]).run(step, Team(self.library, num_threads, 20_000))
         return out, expected
-
-    def _slots(self, rows: list[RequestRows]) -> torch.Tensor:
-        slots = []
-        for row in rows:
-            span = np.arange(row.start, row.start + row.num_rows)
-            slots.append(row.block_tables[0][span // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + span % BLOCK_SIZE)
-        return torch.from_numpy(np.concatenate(slots))
 
 
 def rows_of(*parts: tuple[int, int]) -> list[RequestRows]:

@@ -36,18 +36,15 @@ def run(
     backend: ReferenceAttention,
     parts: list[tuple[Sequence, int, int]],
     window: int | None = None,
-    block_size: int = 4,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
     """Attend with (sequence, start, end) rows of each in one step."""
-    rows, slots, first = [], [], 0
+    rows, first = [], 0
     for sequence, start, end in parts:
         rows.append(RequestRows(first, end - start, start, [sequence.blocks]))
-        span = np.arange(start, end)
-        slots.append(sequence.blocks[span // block_size].astype(np.int64) * block_size + span % block_size)
         first += end - start
-    batch = backend.prepare(AttentionBatch([torch.from_numpy(np.concatenate(slots))], rows))
+    batch = backend.prepare(AttentionBatch(rows))
     q, k, v = (torch.cat([getattr(s, name)[a:b] for s, a, b in parts]) for name in "qkv")
     out = backend.attend(0, q, k, v, HEAD_DIM**-0.5, window, softcap, sinks, batch)
     return list(out.split([end - start for _, start, end in parts]))
@@ -202,9 +199,7 @@ def test_layers_of_a_group_share_its_table_and_each_group_s_layers_the_page_tens
         seen = [table.copy() for table in tables]
         for table in seen[1:]:
             table[: max(0, start - 6) // 4] = NULL_BLOCK
-        span = np.arange(start, end)
-        mappings = [torch.from_numpy(table[span // 4].astype(np.int64) * 4 + span % 4) for table in seen]
-        batch = backend.prepare(AttentionBatch(mappings, [RequestRows(0, end - start, start, seen)]))
+        batch = backend.prepare(AttentionBatch([RequestRows(0, end - start, start, seen)]))
         for layer, sequence in enumerate(layers):
             q, k, v = (getattr(sequence, name)[start:end] for name in "qkv")
             outs[layer].append(backend.attend(layer, q, k, v, HEAD_DIM**-0.5, spec.windows[layer], None, None, batch))

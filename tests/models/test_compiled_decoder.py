@@ -70,7 +70,7 @@ class Stack:
             rows.append(RequestRows(first, len(tokens), start, self._block_tables(request, start)))
             positions.append(np.arange(start, start + len(tokens)))
             first += len(tokens)
-        batch = self.pages.prepare(AttentionBatch([], rows))
+        batch = self.pages.prepare(AttentionBatch(rows))
         token_ids = torch.tensor([token for _, tokens, _ in parts for token in tokens])
         hidden = self.model.forward(token_ids, torch.from_numpy(np.concatenate(positions)), batch)
         return list(self.model.logits(hidden).split([len(tokens) for _, tokens, _ in parts]))

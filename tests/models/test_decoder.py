@@ -44,17 +44,12 @@ class Stack:
     def logits(self, parts: list[tuple[int, list[int], int]]) -> list[torch.Tensor]:
         """Run (request, its tokens of this step, their start) in one step; returns the logits of every row."""
         rows, positions, first = [], [], 0
-        slots: list[list[np.ndarray]] = [[] for _ in self.groups]
         for request, tokens, start in parts:
             tables = self._block_tables(request, start)
-            span = np.arange(start, start + len(tokens))
             rows.append(RequestRows(first, len(tokens), start, tables))
-            for group, table in zip(slots, tables, strict=True):
-                group.append(table[span // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + span % BLOCK_SIZE)
-            positions.append(span)
+            positions.append(np.arange(start, start + len(tokens)))
             first += len(tokens)
-        mappings = [torch.from_numpy(np.concatenate(group)) for group in slots]
-        batch = self.backend.prepare(AttentionBatch(mappings, rows))
+        batch = self.backend.prepare(AttentionBatch(rows))
         token_ids = torch.tensor([token for _, tokens, _ in parts for token in tokens])
         hidden = self.model.forward(token_ids, torch.from_numpy(np.concatenate(positions)), batch)
         return list(self.model.logits(hidden).split([len(tokens) for _, tokens, _ in parts]))
