@@ -55,6 +55,12 @@ class Form(enum.IntEnum):
             return num_inputs + 8 * (num_inputs // GROUP)
         return DTYPES[self].itemsize * num_inputs
 
+    def panel_bytes(self, num_inputs: int) -> int:
+        """Return the bytes of a panel of weights of this form."""
+        if self is Form.INT4:
+            return num_inputs // GROUP * (GROUP // 2 * PANEL + 4 * PANEL)
+        return PANEL * num_inputs * (1 if self is Form.INT8 else DTYPES[self].itemsize)
+
     def query_bytes(self, head_size: int) -> int:
         """Return the bytes of a query beside keys of this form."""
         quantized = -(-head_size // GROUP) * (GROUP + 8)
@@ -209,13 +215,14 @@ def aligned(values: torch.Tensor) -> torch.Tensor:
     return room.copy_(values)
 
 
-def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
+def zeros(count: int, dtype: torch.dtype, *, is_huge: bool = True) -> torch.Tensor:
     """Return `count` zeros that begin at a multiple of 64 bytes, in huge pages where the system has them.
 
-    Memory is taken when it is first written. Huge pages make a step a third faster: it reads each weight once.
+    Memory is taken when it is first written. Huge pages make a step a third faster, for it reads each weight once; what
+    may stay empty for the most part is not huge.
     """
-    room = mmap.mmap(-1, max(1, count * dtype.itemsize))
-    if hasattr(mmap, "MADV_HUGEPAGE"):
+    room = mmap.mmap(-1, max(1, count * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if is_huge and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             room.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(room, dtype=dtype, count=count)

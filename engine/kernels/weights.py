@@ -7,7 +7,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.operations import DTYPES, GROUP, INPUT_MULTIPLE, LANES, PANEL, Form, aligned
+from engine.kernels.operations import DTYPES, GROUP, INPUT_MULTIPLE, LANES, PANEL, Form, aligned, zeros
+
+PANELS_AT_ONCE = 64
+"""Panels that are packed together: what is held beside a weight meanwhile is little."""
 
 
 class Int4(NamedTuple):
@@ -55,16 +58,25 @@ class PackedWeight:
         if form is Form.INT4 and int4 is not None:
             self.data = aligned(_int4_panels(int4.padded(self.num_outputs + missing, self.num_inputs // GROUP)))
             return
-        rows = F.pad(weight, (0, self.num_inputs - num_inputs, 0, missing))
-        if form is Form.INT4:
-            self.data = aligned(_int4_panels(Int4.of(rows)))
-        elif form is Form.INT8:
-            scales = rows.float().abs().amax(dim=1).div(127).clamp(min=torch.finfo(torch.float32).tiny)
-            whole = (rows.float() / scales[:, None]).round() + 128
-            self.scales = aligned(scales)
-            self.data = aligned(_panels(whole.to(torch.uint8), 4))
-        else:
-            self.data = aligned(_panels(rows.to(DTYPES[form]), 1 if form is Form.FLOAT32 else 2))
+        num_panels = (self.num_outputs + missing) // PANEL
+        if form is Form.INT8:
+            self.scales = zeros(num_panels * PANEL, torch.float32)
+        self.data = zeros(num_panels * form.panel_bytes(self.num_inputs), torch.uint8).view(num_panels, -1)
+        for first in range(0, num_panels, PANELS_AT_ONCE):
+            rows = weight[first * PANEL : (first + PANELS_AT_ONCE) * PANEL]
+            rows = F.pad(rows, (0, self.num_inputs - num_inputs, 0, -len(rows) % PANEL))
+            packed = self._packed(rows, first * PANEL).contiguous().view(len(rows) // PANEL, -1)
+            self.data[first : first + len(packed)] = packed.view(torch.uint8)
+
+    def _packed(self, rows: torch.Tensor, first_output: int) -> torch.Tensor:
+        """Return whole panels of `rows [panels * 32, inputs]` in order, and note the scales they have."""
+        if self.form is Form.INT4:
+            return _int4_panels(Int4.of(rows))
+        if self.scales is None:
+            return _panels(rows.to(DTYPES[self.form]), 1 if self.form is Form.FLOAT32 else 2)
+        scales = rows.float().abs().amax(dim=1).div(127).clamp(min=torch.finfo(torch.float32).tiny)
+        self.scales[first_output : first_output + len(rows)] = scales
+        return _panels(((rows.float() / scales[:, None]).round() + 128).to(torch.uint8), 4)
 
 
 def _panels(rows: torch.Tensor, num_together: int) -> torch.Tensor:

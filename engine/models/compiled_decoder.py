@@ -327,11 +327,11 @@ class CompiledDecoder:
         """Return the room for inputs of products over `size` numbers; what pads them stays zero."""
         if (size, form) not in self._inputs:
             row_bytes = form.row_bytes(size + -size % INPUT_MULTIPLE)
-            self._inputs[size, form] = self._keep(zeros(self._max_rows * row_bytes, torch.uint8))
+            self._inputs[size, form] = self._room(row_bytes, torch.uint8)
         return self._inputs[size, form]
 
     def _room(self, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return self._keep(zeros(self._max_rows * size, dtype))
+        return self._keep(zeros(self._max_rows * size, dtype, is_huge=False))
 
     def _keep(self, memory: T) -> T:
         self._memory.append(memory)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from engine.errors import CheckpointError, UnsupportedModel
@@ -72,7 +73,7 @@ class RopeConfig:
 
 def inverse_frequencies(config: RopeConfig, max_model_len: int) -> torch.Tensor:
     """Return the angle a position adds to each pair of dimensions, float32 `[dim / 2]`."""
-    exponents = torch.arange(0, config.dim, 2, dtype=torch.int64).float() / config.dim
+    exponents = torch.from_numpy(np.arange(0, config.dim, 2, dtype=np.float32)) / config.dim
     return config.scaling.frequencies(config.theta**exponents, config.theta, max_model_len)
 
 
@@ -85,7 +86,8 @@ class RotaryEmbedding:
         Raises:
             UnsupportedModel: The scaling cannot be had for so many positions.
         """
-        positions = torch.arange(max_positions, dtype=torch.float32)
+        # Not torch.arange: where only shapes are asked for, on the meta device, that imports torch's whole compiler.
+        positions = torch.from_numpy(np.arange(max_positions, dtype=np.float32))
         angles = positions[:, None] * inverse_frequencies(config, max_positions)
         self.cos = (angles.cos() * config.scaling.amplitude).to(dtype)
         self.sin = (angles.sin() * config.scaling.amplitude).to(dtype)
