@@ -13,6 +13,7 @@ only its owner may enter.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
@@ -278,6 +279,9 @@ async def _run(engine_index: int, request_address: str, output_address: str) -> 
             sys.setswitchinterval(SWITCH_INTERVAL_S)
 
             def send(message: EngineMessage) -> None:
+                if isinstance(message, EngineReady):
+                    gc.collect()
+                    gc.freeze()  # what lives from the start on is not walked through again between two steps
                 sender.send_nowait(message)
                 if isinstance(message, EngineReady):
                     signal.signal(signal.SIGTERM, signal.SIG_IGN)
