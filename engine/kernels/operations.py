@@ -204,7 +204,7 @@ def greatest(team: Team, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     rows = rows.contiguous()
     values, places = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int64)
     operation = Greatest(Kind.GREATEST, rows.shape[1], pointer(rows), pointer(values), pointer(places))
-    team = team._replace(num_threads=min(team.num_threads, len(rows)))
+    team = team._replace(num_threads=min(team.num_threads, 1 + len(rows) // 16))  # a thread takes its time to start
     Program([operation], ()).run(Step(num_rows=len(rows)), team)
     return values, places
 

@@ -96,11 +96,28 @@ def test_it_is_what_the_readable_attention_gives(
 ) -> None:
     attention = Attention(form, *heads, variant)
     sinks = torch.linspace(-1, 2, heads[0]) if has_sinks else None
-    for parts in ([(0, 40), (0, 3), (0, 70)], [(40, 1), (3, 7), (70, 1)]):
+    for parts in ([(0, 40), (0, 3), (0, 270)], [(40, 1), (3, 7), (270, 1)]):
         rows = rows_of(*parts)
         qkv = draw(sum(count for _, count in parts), heads[0] + 2 * heads[1], heads[2])
         found, expected = attention.run(qkv, rows, window, cap, sinks)
         torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[form])
+
+
+@pytest.mark.parametrize("variant", supported_variants())
+@pytest.mark.parametrize("form", TOLERANCE)
+@pytest.mark.parametrize(
+    ("heads", "window"), [((3, 1, 32), None), ((8, 2, 64), 40), ((2, 2, 48), None), ((17, 1, 32), 300)]
+)
+def test_chunks_of_any_size_change_no_bit(
+    variant: str, form: Form, heads: tuple[int, int, int], window: int | None
+) -> None:
+    attention = Attention(form, *heads, variant)
+    qkv = draw(540, heads[0] + 2 * heads[1], heads[2])
+    whole, _ = attention.run(qkv, rows_of((0, 540)), window)
+    again = Attention(form, *heads, variant)
+    for start, end in itertools.pairwise((0, 1, 2, 35, 250, 255, 256, 257, 258, 300, 511, 512, 513, 540)):
+        found, _ = again.run(qkv[start:end].contiguous(), rows_of((start, end - start)), window, num_threads=2)
+        assert torch.equal(found, whole[start:end]), (start, end)
 
 
 @pytest.mark.parametrize("form", TOLERANCE)
@@ -117,13 +134,14 @@ def test_threads_that_share_the_keys_of_one_long_request_change_no_bit(form: For
 
 @pytest.mark.parametrize("variant", supported_variants())
 @pytest.mark.parametrize("form", TOLERANCE)
+@pytest.mark.parametrize("head_dim", [16, 64])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_no_number_in_a_key_or_a_value_reaches_all_that_see_it_and_nobody_else(
-    variant: str, form: Form, bad: float
+    variant: str, form: Form, bad: float, head_dim: int
 ) -> None:
     for head, cap in ((2, None), (3, None), (2, 5.0)):
-        attention = Attention(form, 2, 1, 16, variant)
-        qkv = draw(40, 4, 16)
+        attention = Attention(form, 2, 1, head_dim, variant)
+        qkv = draw(40, 4, head_dim)
         qkv[22, head, 3] = bad  # its unit has rows before it
         qkv[:, :2, 3] = qkv[:, :2, 3].abs() + 0.1
         found, reference = attention.run(qkv, rows_of((0, 40)), cap=cap)

@@ -115,7 +115,7 @@ INLINE int is_poisoned(int size, const float *numbers)
  * not, times a weight of zero, those who do not. */
 INLINE void store_pair(int form, int size, float *key, const float *value, char *record, int lane)
 {
-    const float zeros[MAX_HEAD] = {0};
+    static const float zeros[MAX_HEAD];
     if (is_poisoned(size, value)) {
         for (int i = 0; i < size; i++) key[i] = NAN;
         value = zeros;
