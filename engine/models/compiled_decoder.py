@@ -50,7 +50,7 @@ from engine.models.rotary import RotaryEmbedding
 def why_not(config: DecoderConfig, block_size: int, dtype: torch.dtype, *, is_quantized: bool) -> str | None:
     """Return what keeps this decoder from the operations in C; None: nothing."""
     if dtype == torch.float16 and not is_quantized:
-        return "its weights are float16, which they do not have; --dtype bfloat16 and float32 they have"
+        return "they have no float16: --dtype auto takes such a checkpoint for bfloat16"
     sizes = {"hidden size": config.hidden_size, "MLP size": config.intermediate_size, "head size": config.head_dim}
     for name, size in sizes.items():
         if size % LANES:

@@ -39,7 +39,8 @@ def load_compiled(
         shape: Of the decoder.
         config: Of the engine.
         max_model_len: The longest context.
-        dtype: Weights are read as.
+        dtype: Weights are read as, or float16, which the operations do not have: they take a float16 checkpoint for
+            bfloat16 unless float16 was asked for.
         progress: Called with (done, in all) while weights come in.
 
     Raises:
@@ -50,6 +51,8 @@ def load_compiled(
     if config.kernels == "torch":
         return None
     is_quantized = config.quantization != "none"
+    if dtype == torch.float16 and config.dtype == "auto":
+        dtype = torch.bfloat16
     reason, library = why_not(shape, config.block_size, dtype, is_quantized=is_quantized), None
     try:
         library = load() if reason is None else None

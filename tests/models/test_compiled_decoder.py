@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +196,16 @@ def test_what_they_cannot_do_runs_on_torch_and_the_log_says_why(
     start(make_checkpoint("mixtral", **HEADS)[0])
     assert "torch's operations" in caplog.text
     assert "experts" in caplog.text
+
+
+def test_a_checkpoint_in_float16_is_taken_for_bfloat16_unless_float16_is_asked_for(
+    make_checkpoint: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder, model = make_checkpoint("llama", **HEADS)
+    copy.deepcopy(model).half().save_pretrained(tmp_path)
+    with caplog.at_level("INFO"):
+        runner = start(tmp_path)
+    assert "layers bfloat16" in caplog.text
+    assert first_token(runner, 1) == first_token(start(folder, dtype="bfloat16"), 1)
+    start(tmp_path, dtype="float16")
+    assert "they have no float16" in caplog.text
