@@ -169,10 +169,10 @@ class EngineCore:
         if awaits_it:
             self._begin_turn(request)
 
-    def take_turns_awaiting_grammar(self) -> list[tuple[RequestId, SamplingParams]]:
-        """Return the sessions whose new turn awaits `set_grammar`, each once, with what that turn asks for."""
+    def take_turns_awaiting_grammar(self) -> list[Request]:
+        """Return the sessions whose new turn, which they say, awaits `set_grammar`, each once."""
         turns, self._turns_awaiting_grammar = self._turns_awaiting_grammar, []
-        return [(turn.request_id, turn.sampling_params) for turn in turns if self.awaits_grammar(turn.request_id)]
+        return [turn for turn in turns if self.awaits_grammar(turn.request_id)]
 
     def close_sessions(self) -> None:
         """Let every session end after the parts it has."""

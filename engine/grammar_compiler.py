@@ -2,10 +2,13 @@
 
 ::
 
-    step task ──want──▶ trial process, one at a time ──▶ a thread of this one ──deliver──▶ step task
-                  └──────────── what is known ───────────────▲
+    step task ──want──▶ quick trial ──▶ a thread of this process ──deliver──▶ step task
+                  │          └─what takes longer─▶ slow trial ─▲
+                  └──────────────── what is known ─────────────┘
 
-A request that has ended meanwhile is passed over. The trial process is started with the first grammar.
+Each kind of trial has a queue and a process, started with its first grammar, in which one is tried after the other. So
+what compiles soon waits for a few that do, and never for one that does not; where too much waits, the latest of who
+has most there is refused. A request that has ended meanwhile is passed over.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import Cause
+from engine.fair_queue import FairQueue
 from engine.grammar_trial import Answer, encode_frame, frame_size
 from engine.outputs import RequestId
 from engine.sampling_params import SamplingParams
@@ -38,7 +42,13 @@ from transport.process import Child, describe_exit, open_child
 logger = logging.getLogger(__name__)
 
 MAX_KNOWN = 256
-"""Findings that are kept."""
+"""Findings that are kept, of those that were asked for last."""
+QUICK_TRIAL_S = 0.02
+"""Processor time of a quick trial, several times what a usual schema takes; what needs more is tried again, slowly."""
+MAX_QUICK = 512
+"""Grammars that may await a quick trial."""
+MAX_SLOW = 32
+"""Grammars that may await a slow one: some seconds of processor time."""
 NICENESS = 5
 """How far a trial stands behind the engine's steps, which share its processors."""
 WALL_FACTOR = 20
@@ -68,11 +78,6 @@ class _Wanted(NamedTuple):
     params: SamplingParams
     lark: str = ""
 
-    @property
-    def asked(self) -> StructuredOutputsParams:
-        assert self.params.structured_outputs is not None
-        return self.params.structured_outputs
-
 
 class GrammarCompiler:
     """Finds the grammars that requests of one core wait for; `run` is its task."""
@@ -84,59 +89,92 @@ class GrammarCompiler:
         self._most_s = config.grammar_compile_time
         self._manager = StructuredOutputManager(config.model, core.capacity.vocab_size)
         self._known: OrderedDict[StructuredOutputsParams, Answer] = OrderedDict()
-        self._to_try, self._tried_next = trio.open_memory_channel[_Wanted](float("inf"))
+        self._waiting: dict[StructuredOutputsParams, list[_Wanted]] = {}
+        self._quick = _TrialLane(min(QUICK_TRIAL_S, self._most_s), self._most_s, MAX_QUICK)
+        self._slow = _TrialLane(self._most_s, self._most_s, MAX_SLOW)
         self._to_compile, self._compiled_next = trio.open_memory_channel[_Wanted](float("inf"))
         self._limiter = trio.CapacityLimiter(1)
-        self._trial: _Trial | None = None
 
-    def want(self, request_id: RequestId, params: SamplingParams) -> None:
-        """Ask for the grammar of a request; it is delivered once, unless the request ends before."""
-        wanted = _Wanted(request_id, params)
-        answer = self._known.get(wanted.asked)
-        if answer is None:
-            self._to_try.send_nowait(wanted)
-        else:
+    def want(self, request_id: RequestId, params: SamplingParams, client: str | None = None) -> None:
+        """Ask for the grammar of a request of `client`; it is delivered once, unless the request ends before."""
+        asked, wanted = params.structured_outputs, _Wanted(request_id, params)
+        assert asked is not None
+        answer = self._known.get(asked)
+        if answer is not None:
+            self._known.move_to_end(asked)
             self._go_on(wanted, answer)
+        elif asked in self._waiting:
+            self._waiting[asked].append(wanted)
+        else:
+            self._waiting[asked] = [wanted]
+            self._queue(self._quick, client, asked)
 
     async def run(self) -> None:
         """Try and compile what is wanted until cancelled; a thread that compiles is waited for."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._try_all)
+            nursery.start_soon(self._try_all, self._quick)
+            nursery.start_soon(self._try_all, self._slow)
             async for wanted in self._compiled_next:
                 if self._core.awaits_grammar(wanted.request_id):
                     await self._compile(wanted)
 
-    def _go_on(self, wanted: _Wanted, answer: Answer) -> None:
-        if answer.refusal is None:
-            self._to_compile.send_nowait(wanted._replace(lark=answer.lark))
-        else:
+    def _queue(self, lane: _TrialLane, client: str | None, asked: StructuredOutputsParams) -> None:
+        excess = lane.queue.put(client, asked)
+        if excess is not None:
+            told = f"{len(lane.queue)} new grammars wait to be tried already, and no more may: try again later"
+            self._end_trial(excess, Cause("GrammarQueueFull", told))
+
+    def _end_trial(self, asked: StructuredOutputsParams, answer: Answer | Cause) -> None:
+        """Tell all who wait for what was found of `asked`, which is kept for who asks for the same."""
+        if isinstance(answer, Answer):
+            self._known[asked] = answer
+            while len(self._known) > MAX_KNOWN:
+                self._known.popitem(last=False)
+        for wanted in self._waiting.pop(asked):
+            self._go_on(wanted, answer)
+
+    def _go_on(self, wanted: _Wanted, answer: Answer | Cause) -> None:
+        if isinstance(answer, Cause):
+            self._deliver(CompiledFor(wanted.request_id, answer))
+        elif answer.refusal is not None:
             self._deliver(CompiledFor(wanted.request_id, refusal(answer.refusal)))
+        else:
+            self._to_compile.send_nowait(wanted._replace(lark=answer.lark))
 
     async def _compile(self, wanted: _Wanted) -> None:
         compile_it = self._manager.compile
         grammar = await trio.to_thread.run_sync(compile_it, wanted.params, wanted.lark, limiter=self._limiter)
         self._deliver(CompiledFor(wanted.request_id, grammar))
 
-    async def _try_all(self) -> None:
-        """Have what is new tried, in order; what is found is kept for who asks for the same."""
+    async def _try_all(self, lane: _TrialLane) -> None:
+        """Have tried what waits in `lane`, in turn."""
         async with AsyncExitStack() as stack:
-            async for wanted in self._tried_next:
-                if not self._core.awaits_grammar(wanted.request_id):
+            while True:
+                client, asked = await lane.queue.get()
+                if not any(self._core.awaits_grammar(wanted.request_id) for wanted in self._waiting[asked]):
+                    del self._waiting[asked]
                     continue
-                answer = self._known.get(wanted.asked) or await self._try_out(stack, wanted.asked)
-                if isinstance(answer, Cause):
-                    self._deliver(CompiledFor(wanted.request_id, answer))
-                    continue
-                self._known[wanted.asked] = answer
-                while len(self._known) > MAX_KNOWN:
-                    self._known.popitem(last=False)
-                self._go_on(wanted, answer)
+                answer = await lane.try_out(stack, asked)
+                if lane is self._quick and isinstance(answer, Answer) and answer.takes_longer:
+                    self._queue(self._slow, client, asked)
+                else:
+                    self._end_trial(asked, answer)
 
-    async def _try_out(self, stack: AsyncExitStack, asked: StructuredOutputsParams) -> Answer | Cause:
+
+class _TrialLane:
+    """What awaits trials that may take `share_s` of processor time each, and the process in which they are made."""
+
+    def __init__(self, share_s: float, most_s: float, max_waiting: int) -> None:
+        self.queue: FairQueue[StructuredOutputsParams] = FairQueue(max_waiting)
+        self._share_s = share_s
+        self._most_s = most_s
+        self._trial: _Trial | None = None
+
+    async def try_out(self, stack: AsyncExitStack, asked: StructuredOutputsParams) -> Answer | Cause:
         """Have `asked` tried; a process that ended or stands still says nothing of it, and the next gets a new one."""
         try:
             if self._trial is None:
-                self._trial = await stack.enter_async_context(_open_trial(self._most_s))
+                self._trial = await stack.enter_async_context(_open_trial(self._share_s))
         except (OSError, RuntimeError) as error:  # no process can be started
             return Cause.of(error)
         child = self._trial.child
@@ -185,13 +223,13 @@ class _Trial:
 
 
 @asynccontextmanager
-async def _open_trial(most_s: float) -> AsyncIterator[_Trial]:
+async def _open_trial(share_s: float) -> AsyncIterator[_Trial]:
     """Start a trial process; leaving the block ends it."""
     ours, theirs = socket.socketpair()
     async with AsyncExitStack() as stack:
         line = await stack.enter_async_context(trio.SocketStream(trio.socket.from_stdlib_socket(ours)))
         with theirs:
-            argv = [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno()), str(most_s)]
+            argv = [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno()), str(share_s)]
             opened = open_child(
                 "grammar trial", argv, term_grace_s=0, on_stderr_line=logger.debug, pass_fds=[theirs.fileno()]
             )

@@ -38,10 +38,11 @@ _LENGTH = struct.Struct("<I")
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What a trial found: the grammar, or why it is refused."""
+    """What a trial found: the grammar, or why it is refused, be it only for the time that this trial had."""
 
     lark: str = ""
     refusal: str | None = None
+    takes_longer: bool = False
 
 
 def try_out(params: StructuredOutputsParams, vocabulary: Vocabulary) -> Answer:
@@ -116,12 +117,13 @@ def _in_a_fork(asked: StructuredOutputsParams, vocabulary: Vocabulary, most_s: f
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
         limit = f"--grammar-compile-time {most_s:g} seconds of processor time"
-        return _refused(asked, f"takes more than {limit} to compile")
+        return _refused(asked, f"takes more than {limit} to compile", takes_longer=True)
     if os.WIFSIGNALED(status) or not answer:
         return _refused(asked, "is nested too deeply, or needs too much memory to compile")
     return msgspec.msgpack.decode(answer, type=Answer)
 
 
-def _refused(asked: StructuredOutputsParams, fault: str) -> Answer:
+def _refused(asked: StructuredOutputsParams, fault: str, *, takes_longer: bool = False) -> Answer:
     shown = getattr(asked, asked.kind)
-    return Answer(refusal=str(InvalidGrammar(f"{asked.kind} {shown!r:.80} {fault}: make it simpler")))
+    refusal = str(InvalidGrammar(f"{asked.kind} {shown!r:.80} {fault}: make it simpler"))
+    return Answer(refusal=refusal, takes_longer=takes_longer)

@@ -199,7 +199,7 @@ class StepLoop:
             logger.exception("request %s was not added", request.request_id)
             return
         if core.awaits_grammar(request.request_id):
-            self.grammars.want(request.request_id, request.sampling_params)
+            self.grammars.want(request.request_id, request.sampling_params, request.client_key)
         if self._is_draining:
             core.abort([request.request_id], AbortReason.SHUTDOWN)
 
@@ -214,8 +214,8 @@ class StepLoop:
         self._want_grammars_of_turns()
 
     def _want_grammars_of_turns(self) -> None:
-        for request_id, params in self._core.take_turns_awaiting_grammar():
-            self.grammars.want(request_id, params)
+        for turn in self._core.take_turns_awaiting_grammar():
+            self.grammars.want(turn.request_id, turn.sampling_params, turn.client_key)
 
     def _drain(self) -> None:
         """Take nothing new; what waits runs, for nobody could resume or wake the engine up any more.

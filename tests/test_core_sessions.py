@@ -375,7 +375,7 @@ def test_a_turn_that_asks_for_a_form_awaits_its_own_grammar_and_is_told_the_toke
     assert driver.core.waits_for is WaitsFor.GRAMMAR
     assert status_of(driver, "s") is RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR
     assert driver.core.stats().num_used_blocks == 0
-    assert [name for name, _ in driver.core.take_turns_awaiting_grammar()] == ["s"]
+    assert [turn.request_id for turn in driver.core.take_turns_awaiting_grammar()] == ["s"]
     assert driver.core.take_turns_awaiting_grammar() == []
     grammar = Tokens()
     driver.core.set_grammar(RequestId("s"), grammar)
@@ -407,7 +407,7 @@ def test_a_form_that_is_refused_ends_the_session_and_one_that_has_ended_awaits_n
         run(driver)
         extend(driver, name, prompt(4, 66), **form())
     driver.core.abort([RequestId("t")], AbortReason.CLIENT)
-    assert [name for name, _ in driver.core.take_turns_awaiting_grammar()] == ["s"]
+    assert [turn.request_id for turn in driver.core.take_turns_awaiting_grammar()] == ["s"]
     driver.core.set_grammar(RequestId("s"), Cause("InvalidGrammar", "no"))
     driver.check()
     assert driver.completions["s"].finish_reason is FinishReason.ERROR

@@ -120,6 +120,34 @@ async def test_an_abort_while_a_grammar_is_tried_ends_the_request_and_nobody_wai
             await llm.wait_for_stats(lambda stats: stats.num_waiting == 0)
 
 
+async def test_an_honest_form_waits_for_no_hostile_one_and_of_those_no_more_than_some_may_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.grammar_compiler.MAX_SLOW", 3)
+    ended: list[str] = []
+
+    async def ask(llm: AsyncLLM, asked: dict[str, Any]) -> None:
+        (output,) = (await collect(llm, params_of(asked))).outputs
+        ended.append("honest" if output.error is None else output.error.type)
+        if ended[-1] == "GrammarQueueFull":
+            assert output.error is not None
+            assert "try again later" in output.error.message
+            assert GenerationFailed(output.error).status_hint == 429
+
+    async with engine.open_engine("null", isolation="thread") as llm, trio.open_nursery() as nursery:
+        assert (await collect(llm, params_of({"choice": ["started"]}))).outputs[0].text == "started"
+        for width in range(1, 13):
+            nursery.start_soon(ask, llm, MULTIPLE_OF_A_PRIME | {"whitespace_pattern": " " * width})
+        await llm.wait_for_stats(lambda stats: stats.num_waiting == 12)
+        nursery.start_soon(ask, llm, {"choice": ["fine"]})
+        nursery.start_soon(ask, llm, {"choice": ["fine"]})
+    assert ended[: ended.index("honest")].count("InvalidGrammar") <= 2
+    assert ended.count("honest") == 2
+    assert ended.count("GrammarQueueFull") >= 5
+    assert ended.count("InvalidGrammar") >= 3
+    assert ended[-1] == "InvalidGrammar"
+
+
 async def test_leaving_the_engine_while_a_grammar_is_tried_leaves_nothing() -> None:
     async with engine.open_engine("null", isolation="thread") as llm, trio.open_nursery() as nursery:
         nursery.start_soon(collect, llm, params_of(MULTIPLE_OF_A_PRIME))

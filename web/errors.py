@@ -17,7 +17,13 @@ RETRY_AFTER_S = 1
 
 _TYPES = {403: "permission_error", 429: "rate_limit_error"}
 
-_STATUS_OF_CAUSE = {"QueueTimeout": 503, "GrammarTrialStuck": 503, "NoTokenAllowed": 400, "GrammarFailed": 400}
+_STATUS_OF_CAUSE = {
+    "QueueTimeout": 503,
+    "GrammarTrialStuck": 503,
+    "GrammarQueueFull": 429,
+    "NoTokenAllowed": 400,
+    "GrammarFailed": 400,
+}
 """Of requests that the engine failed for what they asked, or for want of time."""
 
 MAX_SHOWN_CHARS = 200

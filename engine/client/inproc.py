@@ -207,8 +207,8 @@ class InprocClient(SynchronousClient):
 
     def _collect(self, step: int) -> None:
         """Keep what the core has to say for `get_output`; sessions whose turn asks for a form get their grammar."""
-        for request_id, params in self.core.take_turns_awaiting_grammar():
-            self.core.set_grammar(request_id, self._grammars.compile(params))
+        for turn in self.core.take_turns_awaiting_grammar():
+            self.core.set_grammar(turn.request_id, self._grammars.compile(turn.sampling_params))
         self._outputs.append(
             EngineCoreOutputs(
                 engine_index=self.ready.engine_index,
