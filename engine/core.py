@@ -30,7 +30,6 @@ from engine.outputs import Capacity, FinishReason, GrammarMasks, Logprobs, Model
 from engine.protocol import AbortReason, EngineCoreEvent, EngineCoreOutput, EngineCoreRequest, PauseMode, SessionPart
 from engine.queue_deadlines import QueueDeadlines
 from engine.request import Request, RequestStatus
-from engine.sampling_params import SamplingParams
 from engine.scheduler.scheduler import RowResult, Scheduler
 from engine.structured_output.grammar import Grammar, new_bitmasks
 

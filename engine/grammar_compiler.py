@@ -43,14 +43,14 @@ logger = logging.getLogger(__name__)
 
 MAX_KNOWN = 256
 """Findings that are kept, of those that were asked for last."""
-QUICK_TRIAL_S = 0.02
-"""Processor time of a quick trial, several times what a usual schema takes; what needs more is tried again, slowly."""
+QUICK_TRIAL_S = 0.012
+"""Processor time of a quick trial, twice what a usual schema takes; what needs more is tried again, slowly."""
 MAX_QUICK = 512
 """Grammars that may await a quick trial."""
 MAX_SLOW = 32
 """Grammars that may await a slow one: some seconds of processor time."""
-NICENESS = 5
-"""How far a trial stands behind the engine's steps, which share its processors."""
+NICENESS, SLOW_NICENESS = 5, 10
+"""How far a trial stands behind the engine's steps, which share its processors, and a slow one behind a quick one."""
 WALL_FACTOR = 20
 """How many times its processor time a trial may take by the clock; it stands behind all else that runs."""
 MIN_WALL_S = 10.0
@@ -60,7 +60,7 @@ _ROOT = str(Path(engine.__file__).parent.parent)
 # The guard stands before the imports, in which its parent may die too.
 _MAIN = (
     f"import os, sys; sys.path.insert(0, {_ROOT!r}); from transport.spawn import child_guard; child_guard(); "
-    f"os.nice({NICENESS}); from engine.grammar_trial import main; main()"
+    "from engine.grammar_trial import main; main()"
 )
 
 
@@ -90,8 +90,8 @@ class GrammarCompiler:
         self._manager = StructuredOutputManager(config.model, core.capacity.vocab_size)
         self._known: OrderedDict[StructuredOutputsParams, Answer] = OrderedDict()
         self._waiting: dict[StructuredOutputsParams, list[_Wanted]] = {}
-        self._quick = _TrialLane(min(QUICK_TRIAL_S, self._most_s), self._most_s, MAX_QUICK)
-        self._slow = _TrialLane(self._most_s, self._most_s, MAX_SLOW)
+        self._quick = _TrialLane(min(QUICK_TRIAL_S, self._most_s), NICENESS, self._most_s, MAX_QUICK)
+        self._slow = _TrialLane(self._most_s, SLOW_NICENESS, self._most_s, MAX_SLOW)
         self._to_compile, self._compiled_next = trio.open_memory_channel[_Wanted](float("inf"))
         self._limiter = trio.CapacityLimiter(1)
 
@@ -164,9 +164,10 @@ class GrammarCompiler:
 class _TrialLane:
     """What awaits trials that may take `share_s` of processor time each, and the process in which they are made."""
 
-    def __init__(self, share_s: float, most_s: float, max_waiting: int) -> None:
+    def __init__(self, share_s: float, niceness: int, most_s: float, max_waiting: int) -> None:
         self.queue: FairQueue[StructuredOutputsParams] = FairQueue(max_waiting)
         self._share_s = share_s
+        self._niceness = niceness
         self._most_s = most_s
         self._trial: _Trial | None = None
 
@@ -174,7 +175,7 @@ class _TrialLane:
         """Have `asked` tried; a process that ended or stands still says nothing of it, and the next gets a new one."""
         try:
             if self._trial is None:
-                self._trial = await stack.enter_async_context(_open_trial(self._share_s))
+                self._trial = await stack.enter_async_context(_open_trial(self._share_s, self._niceness))
         except (OSError, RuntimeError) as error:  # no process can be started
             return Cause.of(error)
         child = self._trial.child
@@ -223,13 +224,13 @@ class _Trial:
 
 
 @asynccontextmanager
-async def _open_trial(share_s: float) -> AsyncIterator[_Trial]:
+async def _open_trial(share_s: float, niceness: int) -> AsyncIterator[_Trial]:
     """Start a trial process; leaving the block ends it."""
     ours, theirs = socket.socketpair()
     async with AsyncExitStack() as stack:
         line = await stack.enter_async_context(trio.SocketStream(trio.socket.from_stdlib_socket(ours)))
         with theirs:
-            argv = [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno()), str(share_s)]
+            argv = [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno()), str(share_s), str(niceness)]
             opened = open_child(
                 "grammar trial", argv, term_grace_s=0, on_stderr_line=logger.debug, pass_fds=[theirs.fileno()]
             )

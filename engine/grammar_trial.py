@@ -86,7 +86,8 @@ def frame_size(header: bytes) -> int:
 
 
 def main() -> None:
-    """Be a trial process: arguments are the descriptor of a socket and the seconds that a grammar may take."""
+    """Be a trial process: arguments are a socket's descriptor, the seconds that a grammar may take, and a niceness."""
+    os.nice(int(sys.argv[3]))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
