@@ -83,6 +83,27 @@ def test_a_grammar_mask_forbids_all_but_its_bits() -> None:
     assert (logits[[0, 2]] == 0).all()
 
 
+@pytest.mark.parametrize("rows", [[0, 1, 2], [3, 1], []])
+def test_a_grammar_mask_leaves_every_other_bit_as_it_was(rows: list[int]) -> None:
+    draw = np.random.default_rng(5)
+    masks = draw.integers(-(2**31), 2**31, (len(rows), 4), dtype=np.int32)
+    logits = torch.from_numpy(draw.standard_normal((4, 101), dtype=np.float32))
+    logits[:, :40] = torch.tensor([-0.0, 0.0, torch.inf, -torch.inf, 1e-45] * 8)
+    expected = logits.clone()
+    for row, mask in zip(rows, masks, strict=True):
+        for token in range(101):
+            if not int(mask[token // 32]) >> token % 32 & 1:
+                expected[row, token] = -torch.inf
+    processors.apply_grammar_masks(logits, rows, masks)
+    assert torch.equal(logits.view(torch.int32), expected.view(torch.int32))
+
+
+def test_a_number_that_is_none_stays_one_under_a_mask_that_allows_it() -> None:
+    logits = torch.full((1, 32), torch.nan)
+    processors.apply_grammar_masks(logits, [0], np.full((1, 1), -1, dtype=np.int32))
+    assert logits.isnan().all()
+
+
 def test_uniforms_are_a_function_of_seed_and_position() -> None:
     seeds, positions = [3, -1, 2**64 - 1, 3, 0], [7, 5, 5, 8, 0]
     together = processors.uniforms(seeds, positions)
