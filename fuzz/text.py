@@ -159,10 +159,10 @@ def check_text(case: Case, draw: random.Random) -> None:
 
 
 def _chat(opening: Opening, name: str) -> Parser:
-    return ChatParser(opening, TOOL_FORMATS[name].make_parser())
+    return ChatParser(opening, TOOL_FORMATS[name].make_parser(None))
 
 
-PARSERS: list[Callable[[], Parser]] = [known.make_parser for known in TOOL_FORMATS.values()]
+PARSERS: list[Callable[[], Parser]] = [functools.partial(known.make_parser, None) for known in TOOL_FORMATS.values()]
 PARSERS += [
     functools.partial(_chat, opening, name) for opening in (Opening.INSIDE, Opening.OPEN) for name in TOOL_FORMATS
 ]

@@ -123,7 +123,7 @@ class Reading:
 
     def _tool_parser(self) -> Parser | None:
         if self._format is not None:
-            return self._format.make_parser()
+            return self._format.make_parser([tool.function.name for tool in self._request.functions])
         if isinstance(self._choice, NamedTool):
             return NamedCallParser(self._choice.function.name)
         return CallListParser() if self._choice == "required" else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import json
+from collections.abc import Collection
 from typing import Any
 
 from engine.client.parsers.pieces import CallArguments, CallBegun, Piece
@@ -83,9 +84,16 @@ class _At(enum.Enum):
 class CallObject:
     """One JSON object with a function's name and its arguments, in any order, beside whatever else."""
 
-    def __init__(self, index: int) -> None:
-        """Read the call of number `index`."""
+    def __init__(self, index: int, functions: Collection[str] | None = None, *, is_marked: bool = True) -> None:
+        """Read the call of number `index`.
+
+        Where no marker says that it is one, the object is a call if it has the name of one of `functions`, of any
+        where they are not known, and arguments.
+        """
         self.index = index
+        self._functions = functions
+        self._is_marked = is_marked
+        self._name: str | None = None
         self.has_begun = False
         self._read: list[str] = []
         self._at = _At.OPENING
@@ -139,8 +147,9 @@ class CallObject:
     def _begin_value(self, char: str) -> Progress:
         self._value, self._text = JsonValue(), []
         is_arguments = self._at is _At.VALUE and self._key in ("arguments", "parameters")
-        self._is_streamed = is_arguments and char == "{" and self.has_begun and self._arguments is None
+        self._is_streamed = is_arguments and char == "{" and self._name is not None and self._arguments is None
         if self._is_streamed:
+            self._begin()
             self._arguments = ""
         return self._take_in_value(char)
 
@@ -175,26 +184,44 @@ class CallObject:
         if self._at is _At.KEY:
             self._key = value
         elif self._key == "name" and not self.has_begun:
-            return self._begin(value)
+            return self._take_name(value)
         elif self._key in ("arguments", "parameters") and self._arguments is None:
             self._arguments = _as_arguments(value, text)
-            if self.has_begun:
+            if not self._is_marked and not _is_object(self._arguments):
+                return False
+            if self._name is not None:
+                self._begin()
                 self._pieces.append(CallArguments(self.index, self._arguments))
         return True
 
-    def _begin(self, name: Any) -> bool:
-        if not isinstance(name, str) or not name:
+    def _take_name(self, name: Any) -> bool:
+        if not isinstance(name, str) or not name or (self._functions is not None and name not in self._functions):
             return False
-        self.has_begun = True
-        self._pieces.append(CallBegun(self.index, name))
+        self._name = name
+        if self._is_marked or self._arguments is not None:
+            self._begin()
         if self._arguments is not None:
             self._pieces.append(CallArguments(self.index, self._arguments))
         return True
+
+    def _begin(self) -> None:
+        """Tell that there is a call, once."""
+        assert self._name is not None
+        if not self.has_begun:
+            self.has_begun = True
+            self._pieces.append(CallBegun(self.index, self._name))
 
     def _finish(self) -> bool:
         if self.has_begun and self._arguments is None:
             self._pieces.append(CallArguments(self.index, "{}"))
         return self.has_begun
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
 
 
 def _as_arguments(value: Any, text: str) -> str:

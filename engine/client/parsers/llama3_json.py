@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from engine.client.parsers.json_calls import SPACE, CallObject, Progress
 from engine.client.parsers.pieces import Content, Piece
 
@@ -9,12 +11,13 @@ START = "<|python_tag|>"
 
 
 class Llama3JsonParser:
-    """Reads a text that is calls from its start; from what is none on, it is content."""
+    """Reads a text that is calls from its start; from what is none on, such as other JSON, it is content."""
 
     MARKERS = (START,)
 
-    def __init__(self) -> None:
-        """Begin before the text."""
+    def __init__(self, functions: Collection[str] | None = None) -> None:
+        """Begin before the text, in which calls of `functions` may come, of any where they are not known."""
+        self._functions = functions
         self._opening = ""
         self._is_content = self._has_opened = False
         self._call: CallObject | None = None
@@ -58,7 +61,7 @@ class Llama3JsonParser:
         """Read on between calls; what is no separator makes content of the rest."""
         for position, char in enumerate(text):
             if char == "{":
-                self._call = CallObject(self._num_calls)
+                self._call = CallObject(self._num_calls, self._functions, is_marked=False)
                 return text[position:]
             if char not in SPACE and char not in ";,":
                 self._is_content = True

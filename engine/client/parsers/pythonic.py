@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import warnings
+from collections.abc import Collection
 
 from engine.client.parsers.json_calls import MAX_NESTING, SPACE
 from engine.client.parsers.pieces import CallArguments, CallBegun, Content, Piece
@@ -22,8 +23,9 @@ class PythonicParser:
 
     MARKERS = ()
 
-    def __init__(self) -> None:
-        """Begin before the text."""
+    def __init__(self, functions: Collection[str] | None = None) -> None:
+        """Begin before the text, in which calls of `functions` may come, of any where they are not known."""
+        self._functions = functions
         self._between: list[str] = []
         self._has_opened = self._has_ended = self._is_content = False
         self._call = _CallText()
@@ -69,7 +71,7 @@ class PythonicParser:
         if not is_whole:
             return []
         parsed = _parsed(self._call.text)
-        if parsed is None:
+        if parsed is None or (self._functions is not None and parsed[0] not in self._functions):
             return self._give_up("")
         self._call, index = _CallText(), self._num_calls
         self._between.clear()
@@ -139,10 +141,13 @@ def _parsed(text: str) -> tuple[str, str] | None:
 
 
 def _literal(node: ast.expr) -> object:
-    """Return the value of a literal; JSON's own words are understood too."""
-    if isinstance(node, ast.Name) and node.id in _WORDS:
-        return _WORDS[node.id]
-    return ast.literal_eval(node)
+    """Return the value of a literal; JSON's own words are understood too, wherever they stand."""
+    return ast.literal_eval(_WithWords().visit(node))
+
+
+class _WithWords(ast.NodeTransformer):
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(_WORDS[node.id]) if node.id in _WORDS else node
 
 
 _WORDS = {"true": True, "false": False, "null": None}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from engine.client.parsers import hermes, mistral, reasoning
@@ -19,13 +19,13 @@ class ToolFormat(NamedTuple):
     """How a family of models writes calls.
 
     Attributes:
-        make_parser: Makes what reads them.
+        make_parser: Makes what reads them, given the functions that may be called, None where they are not known.
         markers: Tokens by which they are found; shown to the parser also where they are special.
         signs: What a chat template of such models holds.
         form_of_calls: The form of a text whose calls are valid ones; None where no grammar can say it.
     """
 
-    make_parser: Callable[[], Parser]
+    make_parser: Callable[[Collection[str] | None], Parser]
     markers: tuple[str, ...]
     signs: tuple[str, ...]
     form_of_calls: FormOfCalls | None = None
@@ -33,10 +33,16 @@ class ToolFormat(NamedTuple):
 
 TOOL_FORMATS = {
     "hermes": ToolFormat(
-        HermesParser, HermesParser.MARKERS, ("<tool_call>",), tagged_calls(hermes.START, "\n", f"\n{hermes.END}")
+        lambda _functions: HermesParser(),
+        HermesParser.MARKERS,
+        ("<tool_call>",),
+        tagged_calls(hermes.START, "\n", f"\n{hermes.END}"),
     ),
     "mistral": ToolFormat(
-        MistralParser, MistralParser.MARKERS, ("[TOOL_CALLS]",), tagged_calls(mistral.START, "[", "]")
+        lambda _functions: MistralParser(),
+        MistralParser.MARKERS,
+        ("[TOOL_CALLS]",),
+        tagged_calls(mistral.START, "[", "]"),
     ),
     "llama3_json": ToolFormat(
         Llama3JsonParser, Llama3JsonParser.MARKERS, ("<|python_tag|>", '"parameters":'), calls_alone

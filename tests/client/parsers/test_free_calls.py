@@ -72,7 +72,7 @@ def test_whatever_the_parser_reads_as_a_call_is_valid(name: str, opening: str) -
         grammar = start(form, stop_token_ids=(0,))
         assert grammar.accept_tokens(list(begun.encode()))
         text, is_complete = write(grammar, draw)
-        parser = TOOL_FORMATS[name].make_parser()
+        parser = TOOL_FORMATS[name].make_parser(None)
         pieces = [*parser.feed(begun + text.decode(errors="replace")), *parser.finish()]
         names = [piece.name for piece in pieces if isinstance(piece, CallBegun)]
         assert set(names) <= SCHEMAS.keys()

@@ -18,7 +18,7 @@ from engine.client.parsers.mistral import MistralParser
 from engine.client.parsers.pieces import CallArguments, CallBegun, Content, Parser, Piece, Reasoning, merged
 from engine.client.parsers.pythonic import PythonicParser
 from engine.client.parsers.reasoning import Opening, ReasoningParser, opening_after
-from engine.client.parsers.registry import ChatParser
+from engine.client.parsers.registry import TOOL_FORMATS, ChatParser
 
 PARSERS: dict[str, Callable[[], Parser]] = {
     "hermes": HermesParser,
@@ -86,13 +86,22 @@ CASES = {
     ],
     "llama3_json": [
         (f'{{"name": "f", "parameters": {ARGUMENTS}}}', Answer("", [F])),
-        (f'<|python_tag|>{{"name": "f", "parameters": {ARGUMENTS}}}; {{"name": "g"}}', Answer("", [F, G])),
+        (
+            f'<|python_tag|>{{"name": "f", "parameters": {ARGUMENTS}}}; {{"name": "g", "parameters": {{}}}}',
+            Answer("", [F, G]),
+        ),
         ('\n {"name": "g", "arguments": {}}\n', Answer("", [G])),
         ('{"answer": 42} is it', Answer('{"answer": 42} is it', [])),
         ('{"name": 3}', Answer('{"name": 3}', [])),
         (' <|python_tag|> {"a": 1}', Answer(' <|python_tag|> {"a": 1}', [])),
         (' {"a', Answer(' {"a', [])),
-        ('{"name": "g"} and more', Answer(" and more", [G])),
+        ('{"parameters": {}, "name": "g"} and more', Answer(" and more", [G])),
+        ('{"name": "g", "parameters": "{}"}', Answer("", [G])),
+        ('{"name": "g", "parameters": null}', Answer("", [G])),
+        ('{"name": "John", "age": 3}', Answer('{"name": "John", "age": 3}', [])),
+        ('{"name": "g", "parameters": 5} x', Answer('{"name": "g", "parameters": 5} x', [])),
+        ('{"parameters": [1], "name": "g"}', Answer('{"parameters": [1], "name": "g"}', [])),
+        ('{"name": "g"}', Answer('{"name": "g"}', [])),
         ("The {", Answer("The {", [])),
         ("<|python", Answer("<|python", [])),
         ("", Answer("", [])),
@@ -110,6 +119,10 @@ CASES = {
         ("[f(city='Zürich', days=[1, {'a': None}]), g()]", Answer("", [("f", F[1].replace(' \\"x\\"}', "")), G])),
         ("[g()]\n", Answer("", [G])),
         ("[f(x=true, y=-1.5, z=(1, 2))]", Answer("", [("f", '{"x": true, "y": -1.5, "z": [1, 2]}')])),
+        (
+            "[f(x=[true, {'a': null, 'b': [false]}])]",
+            Answer("", [("f", '{"x": [true, {"a": null, "b": [false]}]}')]),
+        ),
         (r"[f(x='a\'b)', y=\"]\")]".replace('\\"', '"'), Answer("", [("f", '{"x": "a\'b)", "y": "]"}')])),
         ("[f(1)]", Answer("[f(1)]", [])),
         ("[f(x=g())]", Answer("[f(x=g())]", [])),
@@ -198,6 +211,20 @@ def test_any_split_of_any_text_gives_the_same_pieces(name: str, text: str, cuts:
     parts = [text[a:b] for a, b in itertools.pairwise(places)]
     whole = read(PARSERS[name](), [text])
     assert read(PARSERS[name](), parts) == read(PARSERS[name](), text) == whole
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "is_call"),
+    [
+        ("llama3_json", '{"name": "f", "parameters": {"x": 1}}', True),
+        ("llama3_json", '{"name": "John", "parameters": {"age": 3}} is it', False),
+        ("pythonic", "[f(x=1)]", True),
+        ("pythonic", '[John(age=3)] is "it"', False),
+    ],
+)
+def test_without_a_marker_only_what_names_a_known_function_is_a_call(family: str, text: str, is_call: bool) -> None:
+    pieces = read(TOOL_FORMATS[family].make_parser(["f", "g"]), list(text))
+    assert pieces[0] == (CallBegun(0, "f") if is_call else Content(text))
 
 
 @pytest.mark.parametrize("name", ["hermes", "llama3_json", "mistral", "pythonic", "required"])
