@@ -29,7 +29,7 @@ class Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_de
     @property
     def schema(self) -> dict[str, Any]:
         """What its arguments must be."""
-        return self.parameters or _NO_ARGUMENTS
+        return {"type": "object"} | self.parameters if self.parameters else _NO_ARGUMENTS
 
 
 class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -92,6 +92,11 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
             raise InvalidRequest(message, param=f"{where}.name")
         if tool.function.name in names[:index]:
             raise InvalidRequest(f"{where}.name {tool.function.name!r} is given twice", param=f"{where}.name")
+        if tool.function.schema.get("type") != "object":
+            message = (
+                f"{where}.parameters must be a schema of type object, got {tool.function.schema.get('type')!r:.80}"
+            )
+            raise InvalidRequest(message, param=f"{where}.parameters")
     if isinstance(choice, NamedTool) and choice.function.name not in names:
         message = f"tool_choice names {choice.function.name!r:.80}, and tools are {', '.join(names) or 'none'}"
         raise InvalidRequest(message, param="tool_choice")

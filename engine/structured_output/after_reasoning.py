@@ -1,6 +1,6 @@
 """A grammar that holds for what follows the reasoning.
 
-Where its markers are ordinary text it is one grammar for all of it; where they are tokens of their own, which may be
+Where its markers are ordinary text it is a grammar for all of it, beside one of a text without reasoning; where they are tokens of their own, which may be
 special and so add nothing to a text, the grammar is told of none of them::
 
 BEFORE ──start token──▶ INSIDE ──end token──▶ AFTER: the grammar holds
@@ -12,7 +12,7 @@ from __future__ import annotations
 import enum
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -21,13 +21,65 @@ from engine.outputs import GrammarMasks
 from engine.structured_output.grammar import Grammar
 from engine.structured_output.vocabulary import pack_bits
 
+SPACE = r" \t\n\r"
+MAX_SPACE = 16
+"""White space that may stand between reasoning and the form, in characters."""
+
 
 def behind_reasoning(lark: str, *, is_begun: bool) -> str:
-    """Return a grammar of reasoning, whose markers are text, and then of `lark`; the first is there if `is_begun`."""
+    """Return a grammar of reasoning, whose markers are text, and then of `lark`; without the first one if `is_begun`.
+
+    White space around the markers belongs to neither.
+    """
     end = re.sub("(?=/)", r"\\", END)
-    start = "thought @form" if is_begun else f"@form | {json.dumps(START)} thought @form"
-    outer = f'start: {start}\nthought[lazy]: /(?s:.*){end}/\n%llguidance {{"no_forcing": true}}'
+    start = "thought space? @form" if is_begun else f"space? {json.dumps(START)} thought space? @form"
+    lines = [f"start: {start}", rf"thought[lazy]: /(?s:.*){end}/", rf"space: /[{SPACE}]{{1,{MAX_SPACE}}}/"]
+    outer = "\n".join([*lines, '%llguidance {"no_forcing": true}'])
     return json.dumps({"grammars": [{"lark_grammar": outer}, {"name": "form", "lark_grammar": lark}]})
+
+
+class GrammarOrReasoning:
+    """One request's grammar, which reasoning, whose markers are text, may precede; see `Grammar`.
+
+    What has begun like reasoning is nothing else: a form with free text in it would hold inside of the reasoning too.
+    """
+
+    def __init__(self, reasoning: Grammar, form: Grammar, spell: Callable[[Sequence[int]], bytes]) -> None:
+        """Own a grammar of reasoning and then the form, and one of the form; `spell` gives the text of tokens."""
+        self._possible = [reasoning, form]
+        self._spell = spell
+        self._text = b""
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the text is complete and nothing can follow it."""
+        return any(grammar.is_finished for grammar in self._possible)
+
+    @property
+    def failure(self) -> str | None:
+        """Why it can allow nothing more although the text is not complete; None while it works."""
+        failures = [grammar.failure for grammar in self._possible]
+        return None if None in failures else failures[0]
+
+    def accept_tokens(self, token_ids: Sequence[int]) -> bool:
+        """Advance over `token_ids`; from where the text cannot be both, only what it is goes on."""
+        for token_id in token_ids:
+            if len(self._possible) > 1:
+                self._text += self._spell([token_id])
+                if self._text.lstrip().startswith(START.encode()):
+                    del self._possible[1]
+            going_on = [grammar for grammar in self._possible if grammar.accept_tokens([token_id])]
+            if not going_on:
+                return False
+            self._possible = going_on
+        return True
+
+    def fill_bitmask(self, bitmask: GrammarMasks) -> None:
+        """Set the bit of each token that may come next."""
+        for grammar in self._possible:
+            mask = np.zeros_like(bitmask)
+            grammar.fill_bitmask(mask)
+            np.bitwise_or(bitmask, mask, out=bitmask)
 
 
 class _State(enum.Enum):

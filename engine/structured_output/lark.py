@@ -19,6 +19,9 @@ from engine.structured_output.params import StructuredOutputsParams
 
 WHITESPACE = r"[ \t\n\r]{1,64}"
 """Between the parts of a JSON document, unless asked otherwise: enough for deep indentation, and no endless loop."""
+MAX_INTEGER = 2**53
+"""Up to it the compiler, which computes in binary64, tells integers apart; below zero likewise."""
+_BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """Masks then allow every spelling in tokens, not one that is computed: what is allowed is what is accepted."""
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
@@ -124,9 +127,34 @@ def _prepare(schema: dict[str, Any]) -> dict[str, Any]:
             "x-guidance: lenient would ignore what cannot be enforced: leave those keywords out instead"
         )
     for part in list(_schemas_in(schema)):
+        if part is not schema and "x-guidance" in part:
+            raise InvalidGrammar(
+                "x-guidance holds for a whole schema: it is ignored inside of one, so move it to the top"
+            )
         _check_counts(part)
+        _check_numbers(part)
         make_exact(part)
     return own
+
+
+def _check_numbers(schema: dict[str, Any]) -> None:
+    """Refuse integers that the compiler reads roughly: of these, it would allow a neighbour instead."""
+    kind = schema.get("type")
+    is_integer = kind == "integer" or (isinstance(kind, list) and "integer" in kind)
+    for keyword in (*_BOUNDS, "const", "enum"):
+        for number in _numbers_in(schema.get(keyword)):
+            is_meant = isinstance(number, int) or (is_integer and keyword in _BOUNDS)
+            if is_meant and abs(number) > MAX_INTEGER:
+                message = f"json: {keyword} holds {number}, and integers beyond {MAX_INTEGER} are not exact"
+                raise InvalidGrammar(f"{message}: leave it out, or make it a string")
+
+
+def _numbers_in(value: Any) -> Iterator[int | float]:
+    if isinstance(value, int | float):
+        yield value
+    elif isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _numbers_in(part)
 
 
 def _check_counts(schema: dict[str, Any]) -> None:

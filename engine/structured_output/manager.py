@@ -5,7 +5,7 @@ from __future__ import annotations
 from engine.client.tokenizer import load_tokenizer
 from engine.errors import Cause, InvalidGrammar, ModelError
 from engine.sampling_params import SamplingParams
-from engine.structured_output.after_reasoning import GrammarAfterReasoning, behind_reasoning
+from engine.structured_output.after_reasoning import GrammarAfterReasoning, GrammarOrReasoning, behind_reasoning
 from engine.structured_output.grammar import Grammar
 from engine.structured_output.lark import to_lark
 from engine.structured_output.llguidance_backend import LLGuidanceGrammar, match
@@ -34,16 +34,29 @@ class StructuredOutputManager:
                 self._vocabulary = Vocabulary.of(load_tokenizer(self._model), self._vocab_size)
             lark = lark or to_lark(asked)
             if before is not None and before.markers is None:
-                lark = behind_reasoning(lark, is_begun=before.is_begun)
-            matcher = match(asked, lark, self._vocabulary)
+                return with_reasoning(lark, self._vocabulary, params, is_begun=before.is_begun)
+            grammar = LLGuidanceGrammar(match(asked, lark, self._vocabulary), self._vocabulary, params)
         except (InvalidGrammar, ModelError) as error:
             return refusal(str(error))
-        grammar = LLGuidanceGrammar(matcher, self._vocabulary, params)
         if before is None or before.markers is None:
             return grammar
         ends = (*params.eos_token_ids, *params.stop_token_ids)
         size = self._vocabulary.size
         return GrammarAfterReasoning(grammar, before.markers, ends, size, is_begun=before.is_begun)
+
+
+def with_reasoning(lark: str, vocabulary: Vocabulary, params: SamplingParams, *, is_begun: bool) -> Grammar:
+    """Compile `lark`, which follows reasoning if that `is_begun`, and else may; its markers are spelled as text.
+
+    Raises:
+        InvalidGrammar: The grammar is wrong; the caller's fault.
+    """
+    asked = params.structured_outputs
+    assert asked is not None
+    behind = behind_reasoning(lark, is_begun=is_begun)
+    larks = [behind] if is_begun else [behind, lark]
+    grammars = [LLGuidanceGrammar(match(asked, each, vocabulary), vocabulary, params) for each in larks]
+    return grammars[0] if is_begun else GrammarOrReasoning(*grammars, vocabulary.matchable.decode_bytes)
 
 
 def refusal(message: str) -> Cause:

@@ -197,6 +197,11 @@ def _check_structural_tag(tag: dict[str, Any]) -> None:
         raise InvalidGrammar(f"structural_tag: triggers must be a list of texts, at least one, got {_shown(triggers)}")
     if not isinstance(structures, list) or not structures:
         raise InvalidGrammar(f"structural_tag: structures must be a list, at least one, got {_shown(structures)}")
+    for trigger in triggers:
+        sooner = next((other for other in triggers if other in trigger[:-1]), None)
+        if sooner is not None:
+            message = f"structural_tag: trigger {_shown(trigger)} is never reached, for {_shown(sooner)} comes before"
+            raise InvalidGrammar(f"{message} its end: leave one of them out")
     for index, structure in enumerate(structures):
         where = f"structural_tag: structures[{index}]"
         if not isinstance(structure, dict) or structure.keys() != {"begin", "schema", "end"}:
@@ -208,3 +213,6 @@ def _check_structural_tag(tag: dict[str, Any]) -> None:
             raise InvalidGrammar(f"{where} must begin with one of the triggers {_shown(triggers)}, got {_shown(begin)}")
         if not isinstance(structure["schema"], dict):
             raise InvalidGrammar(f"{where} must have a JSON schema, an object, got {_shown(structure['schema'])}")
+    for trigger in triggers:
+        if not any(structure["begin"].startswith(trigger) for structure in structures):
+            raise InvalidGrammar(f"structural_tag: trigger {_shown(trigger)} begins no structure: leave it out")

@@ -11,7 +11,7 @@ import pytest
 
 from engine.client.tokenizer import Tokenizer, load_tokenizer
 from engine.sampling_params import SamplingParams
-from engine.structured_output.grammar import new_bitmasks
+from engine.structured_output.grammar import Grammar, new_bitmasks
 from engine.structured_output.lark import to_lark
 from engine.structured_output.llguidance_backend import LLGuidanceGrammar, match
 from engine.structured_output.params import structured_outputs_params
@@ -37,7 +37,7 @@ def start(asked: dict[str, Any], vocabulary: Vocabulary = BYTES, **params: Any) 
     return LLGuidanceGrammar(match(checked, to_lark(checked), vocabulary), vocabulary, SamplingParams(**params))
 
 
-def allowed(grammar: LLGuidanceGrammar, vocabulary: Vocabulary = BYTES) -> list[int]:
+def allowed(grammar: Grammar, vocabulary: Vocabulary = BYTES) -> list[int]:
     """Return the ids that the mask allows."""
     mask = new_bitmasks(1, vocabulary.size)[0]
     grammar.fill_bitmask(mask)

@@ -10,10 +10,10 @@ import pytest
 
 from engine.outputs import GrammarMasks
 from engine.sampling_params import SamplingParams
-from engine.structured_output.after_reasoning import GrammarAfterReasoning, behind_reasoning
+from engine.structured_output.after_reasoning import GrammarAfterReasoning
 from engine.structured_output.grammar import new_bitmasks
 from engine.structured_output.lark import to_lark
-from engine.structured_output.llguidance_backend import LLGuidanceGrammar, match
+from engine.structured_output.manager import with_reasoning
 from engine.structured_output.params import structured_outputs_params
 from engine.structured_output.vocabulary import Vocabulary
 from tests.structured_output.conftest import allowed as bytes_allowed
@@ -81,6 +81,17 @@ def test_a_text_may_begin_with_reasoning_or_with_its_form() -> None:
     assert not other.accept_tokens([13])
 
 
+def with_reasoning_takes(asked: dict[str, Any], text: str, *, is_begun: bool) -> bool:
+    """Whether the markers being text, `text` is allowed whole, byte by byte."""
+    checked = structured_outputs_params(asked)
+    params = SamplingParams(structured_outputs=checked, stop_token_ids=(256,))
+    grammar = with_reasoning(to_lark(checked), BYTES, params, is_begun=is_begun)
+    for byte in text.encode():
+        if byte not in bytes_allowed(grammar, BYTES) or not grammar.accept_tokens([byte]):
+            return False
+    return grammar.is_finished or 256 in bytes_allowed(grammar, BYTES)
+
+
 FORMS: list[tuple[dict[str, Any], str, str]] = [
     ({"regex": "[0-9]{2}"}, "12", "1x"),
     ({"json": {"type": "object", "required": ["a"]}}, '{"a": 1}', "{}"),
@@ -91,15 +102,9 @@ FORMS: list[tuple[dict[str, Any], str, str]] = [
 
 @pytest.mark.parametrize(("asked", "good", "bad"), FORMS, ids=[next(iter(asked)) for asked, _, _ in FORMS])
 def test_markers_may_be_spelled_in_any_tokens(asked: dict[str, Any], good: str, bad: str) -> None:
-    params = structured_outputs_params(asked)
 
     def takes(text: str, *, is_begun: bool) -> bool:
-        lark = behind_reasoning(to_lark(params), is_begun=is_begun)
-        grammar = LLGuidanceGrammar(match(params, lark, BYTES), BYTES, SamplingParams(stop_token_ids=(256,)))
-        for byte in text.encode():
-            if byte not in bytes_allowed(grammar, BYTES) or not grammar.accept_tokens([byte]):
-                return False
-        return grammar.is_finished or 256 in bytes_allowed(grammar, BYTES)
+        return with_reasoning_takes(asked, text, is_begun=is_begun)
 
     for thought in ("", "hm\n{}", "a<b</thin</think", "<think>é"):
         for text, is_right in ((good, True), (bad, False), ("", False)):
@@ -108,3 +113,24 @@ def test_markers_may_be_spelled_in_any_tokens(asked: dict[str, Any], good: str, 
     assert takes(good, is_begun=False)
     assert not takes(bad, is_begun=False)
     assert not takes(good, is_begun=True)
+    assert takes(f"\n<think>\n</think>\n\n{good}", is_begun=False)
+    assert takes(f"</think> {good}", is_begun=True)
+    assert not takes(f"</think>{' ' * 17}{good}", is_begun=True)
+
+
+TAG = {"structures": [{"begin": "<f>", "schema": {"type": "integer"}, "end": "</f>"}], "triggers": ["<f"]}
+FREE = 'start: TEXT ("!" NUMBER)?\nTEXT: /[^!]*/\nNUMBER: /[0-9]+/'
+
+
+@pytest.mark.parametrize(
+    ("asked", "trigger", "whole"),
+    [({"structural_tag": TAG}, "<f", "<f>5</f>"), ({"grammar": FREE}, "!", "!5")],
+    ids=["structural_tag", "grammar"],
+)
+def test_inside_of_reasoning_free_text_has_no_form(asked: dict[str, Any], trigger: str, whole: str) -> None:
+    for thought in ("", f"a {trigger} b", whole):
+        for text, is_right in ((f"hi {whole}", True), (f"hi {trigger}x", False), ("", True), ("\n\nhi", True)):
+            assert with_reasoning_takes(asked, f"{thought}</think>{text}", is_begun=True) is is_right
+            assert with_reasoning_takes(asked, f"<think>{thought}</think>{text}", is_begun=False) is is_right
+            assert with_reasoning_takes(asked, f"<thin {text}", is_begun=False) is is_right
+    assert not with_reasoning_takes(asked, f"<think>{whole}", is_begun=False)

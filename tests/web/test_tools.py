@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
+import msgspec
 import pytest
 
 from engine.client.input_processor import InputProcessor
-from engine.errors import InvalidRequest
+from engine.errors import InvalidGrammar, InvalidRequest
 from engine.sampling_params import structured_outputs_params
+from tests.structured_output.conftest import accepts
 from web.chat_schemas import decode_chat_completion
 
 TEMPLATE = """{% if tools %}Call as <tool_call>{{ tools | tojson }}{% endif %}{% for message in messages %}
@@ -159,6 +161,22 @@ async def test_a_call_that_must_come_comes_in_its_form_whatever_the_model(open_s
             assert (call["function"]["name"], reason) == ("get_weather", "stop")
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "a"}}])
+def test_a_function_that_must_be_called_has_arguments_in_an_object_by_its_own_options(choice):
+    parameters = {"properties": {"x": {"const": 1}}, "required": ["x"], "x-guidance": {"item_separator": " ,"}}
+    tools = [{"type": "function", "function": {"name": "a", "parameters": parameters}}]
+    params, _ = decoded({"tools": tools, "tool_choice": choice})
+    form = msgspec.structs.asdict(params.structured_outputs)
+    before, after = ('[{"name": "a", "arguments": ', "}]") if choice == "required" else ("", "")
+    assert accepts(form, f'{before}{{"x":1 ,"y":2}}{after}')
+    assert not accepts(form, f'{before}{{"x":1,"y":2}}{after}')
+    assert not accepts(form, f"{before}1{after}")
+    parameters["x-guidance"] = {"lenient": True}
+    params, _ = decoded({"tools": tools, "tool_choice": choice})
+    with pytest.raises(InvalidGrammar, match="x-guidance: lenient"):
+        accepts(msgspec.structs.asdict(params.structured_outputs), "")
+
+
 async def test_the_openai_client_reads_calls(open_served, template):
     async with open_served(chat_template=template) as served:
         settings = {"model": "null", "messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER], "seed": 1}
@@ -241,6 +259,10 @@ REFUSED = [
     ({"tools": [CLOCK, CLOCK]}, "tools[1].function.name"),
     ({"tools": [CLOCK] * 129}, "tools"),
     ({"tools": [{"type": "function", "function": {"name": "a", "parameters": []}}]}, "tools[0].function.parameters"),
+    (
+        {"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "string"}}}]},
+        "tools[0].function.parameters",
+    ),
     ({"reasoning_effort": "much"}, "reasoning_effort"),
     ({"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "high"}}, "reasoning_effort"),
     ({"tool_choice": "required"}, "tool_choice"),
@@ -285,7 +307,7 @@ async def test_tools_that_the_model_does_not_call_are_refused(open_served, templ
         answer = await served.post(ask(served, tools=[CLOCK]))
         assert (answer.status, answer.error["param"]) == (400, "tools")
         assert "--tool-call-parser hermes" in answer.error["message"]
-        bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "nonsense"}}}
+        bad = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"type": "nonsense"}}}}}
         answer = await served.post(ask(served, tools=[bad], tool_choice="required"))
         assert (answer.status, answer.error["param"]) == (400, "tools")
 

@@ -20,9 +20,15 @@ def grammar_of_calls(schemas: Sequence[tuple[str, dict[str, Any]]], *, at_most_o
     lines = [f'start: "[" call{further} "]"', f"call: {' | '.join(f'call_{i}' for i in names)}"]
     for i, (name, schema) in enumerate(schemas):
         head = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
-        compact = json.dumps(schema | {"x-guidance": {"whitespace_flexible": False}})
-        lines += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {compact}"]
+        lines += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {_compact(schema)}"]
     return "\n".join(lines)
+
+
+def _compact(schema: dict[str, Any]) -> str:
+    """Return `schema` with no white space in what it allows, unless its own options say otherwise."""
+    own = schema.get("x-guidance", {})
+    options = {"whitespace_flexible": False} | own if isinstance(own, dict) else own
+    return json.dumps(schema | {"x-guidance": options})
 
 
 class CallListParser:
