@@ -54,9 +54,11 @@ def with_reasoning(lark: str, vocabulary: Vocabulary, params: SamplingParams, *,
     asked = params.structured_outputs
     assert asked is not None
     behind = behind_reasoning(lark, is_begun=is_begun)
-    larks = [behind] if is_begun else [behind, lark]
-    grammars = [LLGuidanceGrammar(match(asked, each, vocabulary), vocabulary, params) for each in larks]
-    return grammars[0] if is_begun else GrammarOrReasoning(*grammars, vocabulary.matchable.decode_bytes)
+    grammar = LLGuidanceGrammar(match(asked, behind, vocabulary), vocabulary, params)
+    if is_begun:
+        return grammar
+    form = LLGuidanceGrammar(match(asked, lark, vocabulary), vocabulary, params)
+    return GrammarOrReasoning(grammar, form, vocabulary.matchable.decode_bytes)
 
 
 def refusal(message: str) -> Cause:
