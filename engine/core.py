@@ -282,7 +282,9 @@ class EngineCore:
         """
         if cause is not None:
             failure = grammar.failure
-            return status, cause if failure is None else Cause("GrammarFailed", f"the grammar cannot go on: {failure}")
+            if failure is not None:
+                cause = Cause("GrammarFailed", f"the grammar cannot go on: {failure}; ask for a simpler form")
+            return status, cause
         told = token_ids[:-1] if status is RequestStatus.FINISHED_STOPPED else token_ids
         if not grammar.accept_tokens(told):
             request.stop_reason = None

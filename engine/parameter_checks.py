@@ -36,17 +36,18 @@ def check_int(name: str, value: Any, low: int, high: int | None) -> None:
         raise InvalidRequest(f"{name} must be {limit}, got {shown(value)}", param=name)
 
 
-def check_number(name: str, value: Any, low: float, high: float) -> None:
-    """Refuse what is no finite number from `low` to `high`.
+def check_number(name: str, value: Any, low: float, high: float, *, is_above: bool = False) -> None:
+    """Refuse what is no finite number from `low`, or `is_above` it, to `high`.
 
     Raises:
         InvalidRequest: The caller's fault.
     """
+    span = f"greater than {low:g} and at most {high:g}" if is_above else f"from {low:g} to {high:g}"
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or (isinstance(value, float) and not math.isfinite(value)):
-        raise InvalidRequest(f"{name} must be a finite number from {low:g} to {high:g}, got {shown(value)}", param=name)
-    if not low <= value <= high:
-        raise InvalidRequest(f"{name} must be from {low:g} to {high:g}, got {shown(value)}", param=name)
+        raise InvalidRequest(f"{name} must be a finite number {span}, got {shown(value)}", param=name)
+    if not low <= value <= high or (is_above and value == low):
+        raise InvalidRequest(f"{name} must be {span}, got {shown(value)}", param=name)
 
 
 def check_count(name: str, values: Any, most: int) -> None:

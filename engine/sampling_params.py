@@ -204,9 +204,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         check_int("n", self.n, 1, MAX_N)
         check_number("temperature", self.temperature, 0.0, 2.0)
         check_int("top_k", self.top_k, -1, MAX_TOP_K)
-        check_number("top_p", self.top_p, 0.0, 1.0)
-        if self.top_p == 0:
-            raise InvalidRequest("top_p must be greater than 0 and at most 1, got 0", param="top_p")
+        check_number("top_p", self.top_p, 0.0, 1.0, is_above=True)
         check_number("min_p", self.min_p, 0.0, 1.0)
         check_number("presence_penalty", self.presence_penalty, -2.0, 2.0)
         check_number("frequency_penalty", self.frequency_penalty, -2.0, 2.0)

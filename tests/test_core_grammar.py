@@ -362,7 +362,9 @@ def test_a_grammar_that_gave_up_ends_its_request_with_its_own_reason() -> None:
         grammar.failure = "too complex" if name == "a" else None
         set_grammar(driver, name, grammar)
     driver.run()
-    assert driver.completions["a"].outputs[-1].error == Cause("GrammarFailed", "the grammar cannot go on: too complex")
+    assert driver.completions["a"].outputs[-1].error == Cause(
+        "GrammarFailed", "the grammar cannot go on: too complex; ask for a simpler form"
+    )
     assert driver.completions["b"].token_ids == driver.expected("b", 16)
 
 

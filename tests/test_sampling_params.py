@@ -15,7 +15,7 @@ NUMBERS = {
     "n": (0, 129, "from 1 to 128"),
     "temperature": (-0.1, 2.1, "from 0 to 2"),
     "top_k": (-2, 2**31, "from -1 to 2147483647"),
-    "top_p": (-0.1, 1.1, "from 0 to 1"),
+    "top_p": (0, 1.1, "greater than 0 and at most 1"),
     "min_p": (-0.1, 1.1, "from 0 to 1"),
     "presence_penalty": (-2.1, 2.1, "from -2 to 2"),
     "frequency_penalty": (-2.1, 2.1, "from -2 to 2"),

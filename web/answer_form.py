@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from engine.client.output_processor import Logprobs
 from engine.client.stream import Stream
 from engine.client.tokenizer import Tokenizer
+from web.logprobs import TextPlace
 
 Json = dict[str, Any]
 
@@ -34,7 +35,7 @@ class AnswerForm(NamedTuple):
     piece: Callable[[str], Json]
     ending: Json
     whole: Callable[[str], Json]
-    logprobs: Callable[[Logprobs, Tokenizer, int], Json]
+    logprobs: Callable[[Logprobs, Tokenizer, TextPlace], Json]
     has_prompt_logprobs_in_choice: bool
 
 

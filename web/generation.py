@@ -24,6 +24,7 @@ from engine.sampling_params import SamplingParams
 from web import logprobs, sse
 from web.answer_form import AnswerForm, Json, MakeReader, PlainReader, Reader
 from web.errors import GenerationFailed, ServerStopping, describe
+from web.logprobs import TextPlace
 from web.schemas import GenerationRequest
 from web.scope import RequestScope
 from web.state import ServerState
@@ -85,7 +86,7 @@ class Generation:
         self._id = f"{form.id_prefix}-{secrets.token_hex(16)}"
         self._created = int(time.time())
         self._opened: set[int] = set()
-        self._num_chars: dict[int, int] = {}
+        self._places: dict[int, TextPlace] = {}
         self._has_begun = False
 
     async def open(self, scope: RequestScope, prompts: Sequence[Any], **options: Any) -> None:
@@ -235,11 +236,8 @@ class Generation:
         return choice
 
     def _logprobs(self, choice: int, told: Logprobs) -> Json:
-        offset = self._num_chars.get(choice, 0)
-        shown = self._form.logprobs(told, self._state.engine.tokenizer, offset)
-        if "text_offset" in shown:
-            self._num_chars[choice] = shown["text_offset"][-1] + len(shown["tokens"][-1])
-        return shown
+        tokenizer = self._state.engine.tokenizer
+        return self._form.logprobs(told, tokenizer, self._places.setdefault(choice, TextPlace(tokenizer)))
 
     def _envelope(self, kind: str, choices: list[Json], **extra: Any) -> Json:
         return {

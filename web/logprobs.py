@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import re
 from typing import Any
 
 from engine.client.output_processor import Logprobs
@@ -13,7 +15,34 @@ LEAST = -9999.0
 """Stands for minus infinity, which JSON has no word for."""
 
 
-def of_chat(logprobs: Logprobs, tokenizer: Tokenizer, _offset: int) -> Json:
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+
+
+class TextPlace:
+    """Where in the text of a choice its next token begins, in characters; told each token once, in order."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        """Begin with the text."""
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._num_chars = 0
+
+    def take(self, token_id: int) -> int:
+        """Return where this token begins: one that goes on with a character, where that one does."""
+        begin = self._num_chars
+        self._num_chars += len(self._decoder.decode(self._bytes(token_id)))
+        return begin
+
+    def _bytes(self, token_id: int) -> bytes:
+        if self._tokenizer.is_byte_level:
+            return self._tokenizer.token_bytes(token_id)
+        byte = _BYTE_TOKEN.fullmatch(self._tokenizer.token(token_id) or "")
+        if byte is not None and self._tokenizer.falls_back_to_bytes:
+            return bytes.fromhex(byte[1])
+        return _text(token_id, self._tokenizer).encode()
+
+
+def of_chat(logprobs: Logprobs, tokenizer: Tokenizer, _place: TextPlace) -> Json:
     """Return a chat choice's `logprobs`: one entry a token, with the likeliest ones in its place."""
     entries = []
     for ids, values in zip(logprobs.token_ids.tolist(), logprobs.logprobs.tolist(), strict=True):
@@ -22,8 +51,8 @@ def of_chat(logprobs: Logprobs, tokenizer: Tokenizer, _offset: int) -> Json:
     return {"content": entries, "refusal": None}
 
 
-def of_completion(logprobs: Logprobs, tokenizer: Tokenizer, offset: int) -> Json:
-    """Return a text choice's `logprobs`: parallel lists; the first token's text is at `offset`.
+def of_completion(logprobs: Logprobs, tokenizer: Tokenizer, place: TextPlace) -> Json:
+    """Return a text choice's `logprobs`: parallel lists; the first token's text is at `place`, which moves on.
 
     The likeliest tokens are keyed by their text; of several with one text, the likeliest stands.
     """
@@ -31,8 +60,7 @@ def of_completion(logprobs: Logprobs, tokenizer: Tokenizer, offset: int) -> Json
     for ids, values in zip(logprobs.token_ids.tolist(), logprobs.logprobs.tolist(), strict=True):
         texts = [_text(token_id, tokenizer) for token_id in ids]
         tokens.append(texts[0])
-        offsets.append(offset)
-        offset += len(texts[0])
+        offsets.append(place.take(ids[0]))
         shown = zip(texts[1:] + texts[:1], values[1:] + values[:1], strict=True)
         top: dict[str, float] = {}
         for text, value in shown:

@@ -274,7 +274,8 @@ def _invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
         fault += f"; known are {', '.join(known)}" if known else ""
     unnamed = _UNNAMED.fullmatch(fault)
     if unnamed is None:
-        return InvalidRequest(f"{path}: {fault}" if path else fault, param=path or None)
+        is_named = not path or fault.startswith(f"{path}:")
+        return InvalidRequest(fault if is_named else f"{path}: {fault}", param=path or None)
     field = f"{path}.{unnamed['field']}".lstrip(".")
     kind = "unknown" if "unknown" in unnamed["fault"] else "missing required"
     return InvalidRequest(f"{kind} field {field!r}", param=field)

@@ -177,7 +177,8 @@ class Session(Reader):
         """Send the next part: text or token ids, the first one also chat messages. Cancelled, it has sent nothing.
 
         Raises:
-            RequestError: The part was refused; nothing was sent, and the session goes on.
+            RequestError: The part was refused; nothing was sent, and the session goes on. Not so a form of the text
+                that turns out wrong when the engine compiles it: its turn ends in an error, and the session with it.
             RequestAborted: The session has ended.
             EngineDeadError: The engine died.
         """

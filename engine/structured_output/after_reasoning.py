@@ -1,10 +1,10 @@
 """A grammar that holds for what follows the reasoning.
 
-Where its markers are ordinary text it is a grammar for all of it, beside one of a text without reasoning; where they are tokens of their own, which may be
-special and so add nothing to a text, the grammar is told of none of them::
+Where its markers are ordinary text it is a grammar for all of it, beside one of a text without reasoning. Where they
+are tokens of their own, which may be special and so add nothing to a text, the grammar is told of none of them::
 
-BEFORE ──start token──▶ INSIDE ──end token──▶ AFTER: the grammar holds
-   └──any token of the grammar───────────────▶ AFTER
+    BEFORE ──start token──▶ INSIDE ──end token──▶ AFTER: the grammar holds
+       └──any token of the grammar───────────────▶ AFTER
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class GrammarOrReasoning:
     What has begun like reasoning is nothing else: a form with free text in it would hold inside of the reasoning too.
     """
 
-    def __init__(self, reasoning: Grammar, form: Grammar, spell: Callable[[Sequence[int]], bytes]) -> None:
+    def __init__(self, reasoning: Grammar, form: Grammar, spell: Callable[[list[int]], bytes]) -> None:
         """Own a grammar of reasoning and then the form, and one of the form; `spell` gives the text of tokens."""
         self._possible = [reasoning, form]
         self._spell = spell

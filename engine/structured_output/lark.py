@@ -100,7 +100,7 @@ def _of_structural_tag(params: StructuredOutputsParams) -> str:
         number = next(i for i, trigger in enumerate(triggers) if structure["begin"].startswith(trigger))
         begin = structure["begin"].removeprefix(triggers[number])
         parts = [_literal(begin), _json_rule(structure["schema"], params), _literal(structure["end"])]
-        lines.append(f"tag_{index}: trigger_{number} {' '.join(filter(None, parts))}")
+        lines.append(f"tag_{index}: trigger_{number} {' '.join(filter(None, parts))} // schema of structures[{index}]")
     tags = " | ".join(f"tag_{index}" for index in range(len(tag["structures"])))
     return "\n".join([f"start: ({tags})* last", "last: TEXT", *lines])
 

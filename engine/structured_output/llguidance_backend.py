@@ -26,8 +26,10 @@ _ADVICE = {
     "schema too large": "make it simpler",
 }
 """What to do about faults that the compiler tells in these words."""
-_PLACE = re.compile(r"^(at )?\d+\(\d+\): (failed to compile JSON schema: )?")
+_PLACE = re.compile(r"^(?:at )?(\d+)\(\d+\): (?:failed to compile JSON schema: )?")
 """Of a fault in a text that the user did not write."""
+_SCHEMA_OF = re.compile(r"// (schema of \S+)$")
+"""Says at a line's end whose schema it holds."""
 
 
 def limits() -> LLParserLimits:
@@ -105,8 +107,10 @@ def match(params: StructuredOutputsParams, lark: str, vocabulary: Vocabulary) ->
     matcher = LLMatcher(vocabulary.matchable, lark, log_level=0, limits=limits())
     if matcher.is_error():
         fault = message_of(matcher)
-        if params.kind != "grammar":
-            fault = _PLACE.sub("", fault)
+        place = _PLACE.match(fault)
+        whose = _SCHEMA_OF.search("".join(lark.splitlines()[int(place[1]) - 1 :][:1])) if place else None
+        if params.kind != "grammar" or whose is not None:
+            fault = (f"{whose[1]}: " if whose else "") + _PLACE.sub("", fault)
         fault = "; ".join([fault, *(advice for words, advice in _ADVICE.items() if words in fault)])
         raise InvalidGrammar(f"{params.kind}: {fault}")
     mask = compute_mask(matcher, vocabulary.size + 1)

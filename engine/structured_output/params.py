@@ -152,8 +152,8 @@ def _object_text(name: str, value: Any) -> str:
             value = json.loads(value)
         except ValueError as error:
             raise InvalidGrammar(f"{name} must be JSON, got {_shown(value)}: {error}") from None
-    if not isinstance(value, dict) or not value:
-        raise InvalidGrammar(f"{name} must be a JSON object that is not empty, got {_shown(value)}")
+    if not isinstance(value, dict):
+        raise InvalidGrammar(f"{name} must be a JSON object, got {_shown(value)}")
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     except RecursionError:

@@ -43,6 +43,7 @@ LANGUAGES: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ['["a", "b"]'],
         ["[1]"],
     ),
+    ({"json": {}}, ["5", '{"a": [null]}', '"x"'], ["", "x"]),
     ({"json_object": True}, ["{}", '{"a":{"b":[null]}}'], ["[]", "1", ""]),
     ({"regex": r"[0-9]{3}-\d+"}, ["123-4", "123-٣"], ["12-4", "123-", "1234"]),
     ({"regex": r"^(a|ab)(c|bcd)$"}, ["ac", "abc", "abcd", "abbcd"], ["abcde", "ab"]),
@@ -108,6 +109,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "start: " + "(" * 3000}, "too deeply nested"),
     ({"grammar": "start: <|im_start|>"}, "grammar: "),
     ({"structural_tag": {"structures": [{"begin": "<", "schema": {"type": 1}, "end": ""}], "triggers": ["<"]}}, "type"),
+    (
+        {
+            "structural_tag": TAG
+            | {"structures": [*TAG["structures"], {"begin": "!", "schema": {"type": "x"}, "end": ""}]}
+        },
+        "structural_tag: schema of structures[3]: Invalid type: x",
+    ),
 ]
 
 

@@ -15,7 +15,7 @@ TAG = {"structures": [{"begin": "<f>", "schema": {"type": "object"}, "end": "</f
 REFUSED: list[tuple[Any, str]] = [
     ({}, "exactly one of json, json_object, regex, choice, grammar, structural_tag, got none"),
     ({"regex": "a", "choice": ["b"]}, "got regex and choice"),
-    ({"json": {}}, "an object that is not empty"),
+    ({"json": 5}, "json must be a JSON object, got 5"),
     ({"json": ""}, "json must not be empty"),
     ({"json": "{"}, "json must be JSON"),
     ({"json": "[1]"}, "must be a JSON object"),

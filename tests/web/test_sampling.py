@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 from pathlib import Path
 
 import pytest
+
+from engine.client.tokenizer import load_tokenizer
+from web.logprobs import TextPlace
 
 GREEDY = {"prompt": "once upon", "max_tokens": 24, "temperature": 0, "seed": 1}
 
@@ -77,7 +81,9 @@ async def test_logprobs_in_every_form_of_answer_agree(open_served, byte_llama: P
         told = choice["logprobs"]
         assert told["token_logprobs"] == [entry["logprob"] for entry in entries]
         assert told["tokens"] == [entry["token"] for entry in entries]
-        assert told["text_offset"] == [sum(map(len, told["tokens"][:i])) for i in range(20)]
+        begun = [bytes(byte for entry in entries[:i] for byte in entry["bytes"]) for i in range(20)]
+        decoders = [codecs.getincrementaldecoder("utf-8")("replace") for _ in begun]
+        assert told["text_offset"] == [len(each.decode(text)) for each, text in zip(decoders, begun, strict=True)]
         assert all(1 <= len(top) <= 3 for top in told["top_logprobs"])
         first, second = choice["prompt_logprobs"]
         assert first is None
@@ -147,3 +153,9 @@ async def test_a_stream_tells_in_intervals_and_a_long_prompt_is_truncated(served
 async def test_processors_of_programs_are_refused_over_http_by_name(served, name):
     answer = await served.post(served.chat(**{name: {}}))
     assert (answer.status, answer.error["param"]) == (400, name)
+
+
+def test_a_tokens_place_is_counted_in_characters_also_where_one_is_spelled_in_several_tokens():
+    place = TextPlace(load_tokenizer("null"))
+    text = "aé😀b".encode() + b"\xffc"
+    assert [place.take(byte) for byte in text] == [0, 1, 1, 2, 2, 2, 2, 3, 4, 5]

@@ -25,6 +25,12 @@ REFUSED = [
     ({"temperature": -1}, "temperature", "from 0 to 2, got -1"),
     ({"temperature": 2.5}, "temperature", "from 0 to 2, got 2.5"),
     ({"top_p": 0}, "top_p", "greater than 0"),
+    ({"top_p": 1.5}, "top_p", "greater than 0"),
+    (
+        {"repetition_detection": {"max_pattern_size": -1}},
+        "repetition_detection",
+        "repetition_detection: max_pattern_size",
+    ),
     ({"top_k": -2}, "top_k", "from -1 to 2147483647, got -2"),
     ({"min_p": 1.1}, "min_p", "from 0 to 1, got 1.1"),
     ({"n": 0}, "n", "from 1 to 128, got 0"),

@@ -20,7 +20,10 @@ def grammar_of_calls(schemas: Sequence[tuple[str, dict[str, Any]]], *, at_most_o
     lines = [f'start: "[" call{further} "]"', f"call: {' | '.join(f'call_{i}' for i in names)}"]
     for i, (name, schema) in enumerate(schemas):
         head = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
-        lines += [f'call_{i}: {head} arguments_{i} "}}"', f"arguments_{i}: %json {_compact(schema)}"]
+        lines += [
+            f'call_{i}: {head} arguments_{i} "}}"',
+            f"arguments_{i}: %json {_compact(schema)} // schema of {name}",
+        ]
     return "\n".join(lines)
 
 

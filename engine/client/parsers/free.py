@@ -44,5 +44,8 @@ def calls_alone(functions: Functions) -> StructuredOutputsParams:
     ]
     for call, (name, schema) in zip(calls, functions, strict=True):
         head = json.dumps(f'{{"name": {json.dumps(name)}, "parameters": ')
-        lines += [f'{call}: {head} {call}_arguments "}}"', f"{call}_arguments: %json {json.dumps(schema)}"]
+        lines += [
+            f'{call}: {head} {call}_arguments "}}"',
+            f"{call}_arguments: %json {json.dumps(schema)} // schema of {name}",
+        ]
     return structured_outputs_params({"grammar": "\n".join(lines)})

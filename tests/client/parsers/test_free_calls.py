@@ -10,8 +10,10 @@ import jsonschema
 import msgspec
 import pytest
 
+from engine.client.parsers.forced import grammar_of_calls
 from engine.client.parsers.pieces import CallArguments, CallBegun
 from engine.client.parsers.registry import TOOL_FORMATS
+from engine.errors import InvalidGrammar
 from tests.structured_output.conftest import accepts, start, write
 
 SCHEMAS = {
@@ -83,3 +85,12 @@ def test_whatever_the_parser_reads_as_a_call_is_valid(name: str, opening: str) -
             jsonschema.validate(json.loads("".join(arguments)), SCHEMAS[called])
             num_calls += 1
     assert bool(num_calls) is bool(opening)
+
+
+def test_a_wrong_schema_is_told_with_the_functions_name() -> None:
+    wrong = [*SCHEMAS.items(), ("wrong", {"type": "object", "properties": {"x": {"type": "nonsense"}}})]
+    form_of_calls = TOOL_FORMATS["llama3_json"].form_of_calls
+    assert form_of_calls is not None
+    for form in (form_of_calls(wrong).grammar, grammar_of_calls(wrong, at_most_one=False)):
+        with pytest.raises(InvalidGrammar, match="grammar: schema of wrong: Invalid type: nonsense"):
+            start({"grammar": form})
