@@ -18,12 +18,12 @@ import numpy as np
 
 from engine.client.parsers.reasoning import END, START
 from engine.outputs import GrammarMasks
-from engine.structured_output.grammar import Grammar
+from engine.structured_output.grammar import BITS_A_WORD, Grammar
 from engine.structured_output.vocabulary import pack_bits
 
 SPACE = r" \t\n\r"
 MAX_SPACE = 16
-"""White space that may stand between reasoning and the form, in characters."""
+"""White space that may stand between reasoning and the form: characters, or tokens of nothing else."""
 
 
 def behind_reasoning(lark: str, *, is_begun: bool) -> str:
@@ -102,11 +102,18 @@ class GrammarAfterReasoning:
         vocab_size: int,
         *,
         is_begun: bool,
+        space_token_ids: Sequence[int] = (),
     ) -> None:
-        """Own `grammar`; `end_token_ids` are those that would end the request."""
+        """Own `grammar`; `end_token_ids` are those that would end the request, `space_token_ids` white space alone.
+
+        White space behind the reasoning belongs to neither, unless the grammar allows it.
+        """
         self._grammar = grammar
         self._start, self._end = markers
         self._state = _State.INSIDE if is_begun else _State.BEFORE
+        self._space = frozenset(space_token_ids)
+        self._space_bits = pack_bits(vocab_size, space_token_ids)
+        self._num_spaces_left = 0
         self._start_bits = pack_bits(vocab_size, [self._start])
         self._no_end_bits = np.bitwise_not(pack_bits(vocab_size, end_token_ids))
 
@@ -127,9 +134,12 @@ class GrammarAfterReasoning:
                 case _State.BEFORE if token_id == self._start:
                     self._state = _State.INSIDE
                 case _State.INSIDE:
-                    self._state = _State.AFTER if token_id == self._end else _State.INSIDE
+                    if token_id == self._end:
+                        self._state, self._num_spaces_left = _State.AFTER, MAX_SPACE
+                case _ if self._num_spaces_left and token_id in self._space and not self._is_of_grammar(token_id):
+                    self._num_spaces_left -= 1
                 case _:
-                    self._state = _State.AFTER
+                    self._state, self._num_spaces_left = _State.AFTER, 0
                     return self._grammar.accept_tokens(token_ids[index:])
         return True
 
@@ -141,3 +151,10 @@ class GrammarAfterReasoning:
         self._grammar.fill_bitmask(bitmask)
         if self._state is _State.BEFORE:
             np.bitwise_or(bitmask, self._start_bits, out=bitmask)
+        elif self._num_spaces_left:
+            np.bitwise_or(bitmask, self._space_bits, out=bitmask)
+
+    def _is_of_grammar(self, token_id: int) -> bool:
+        mask = np.zeros_like(self._space_bits)
+        self._grammar.fill_bitmask(mask)
+        return bool(mask[token_id // BITS_A_WORD] >> token_id % BITS_A_WORD & 1)

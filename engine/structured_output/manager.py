@@ -41,8 +41,10 @@ class StructuredOutputManager:
         if before is None or before.markers is None:
             return grammar
         ends = (*params.eos_token_ids, *params.stop_token_ids)
-        size = self._vocabulary.size
-        return GrammarAfterReasoning(grammar, before.markers, ends, size, is_begun=before.is_begun)
+        size, spaces = self._vocabulary.size, self._vocabulary.space_token_ids
+        return GrammarAfterReasoning(
+            grammar, before.markers, ends, size, is_begun=before.is_begun, space_token_ids=spaces
+        )
 
 
 def with_reasoning(lark: str, vocabulary: Vocabulary, params: SamplingParams, *, is_begun: bool) -> Grammar:

@@ -32,6 +32,7 @@ class Vocabulary:
     Attributes:
         size: Token ids are below it; the model's, which may have more of them than its tokenizer.
         ordinary: Packed bits of the tokens that a grammar may allow, `[ceil(size / 32)]`.
+        space_token_ids: Those of white space alone.
         matchable: What llguidance matches against; its one end token is `size`.
     """
 
@@ -40,6 +41,7 @@ class Vocabulary:
         usable = [b"" if _NO_UTF8 in token else token for token in tokens]
         self.size = len(usable)
         self.ordinary = pack_bits(self.size, [i for i, token in enumerate(usable) if token])
+        self.space_token_ids = [i for i, token in enumerate(usable) if token and not token.strip()]
         self.matchable = LLTokenizer(TokenizerWrapper(_Tokens([*usable, b""])))
 
     @classmethod

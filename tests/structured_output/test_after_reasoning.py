@@ -81,6 +81,21 @@ def test_a_text_may_begin_with_reasoning_or_with_its_form() -> None:
     assert not other.accept_tokens([13])
 
 
+def test_white_space_behind_reasoning_is_of_the_grammar_only_where_that_allows_it() -> None:
+    inner = Told()
+    grammar = GrammarAfterReasoning(inner, MARKERS, [EOS], SIZE, is_begun=True, space_token_ids=[8, 42])
+    assert grammar.accept_tokens([8, MARK])
+    assert allowed(grammar) == {8, 42}
+    assert grammar.accept_tokens([8, 8])
+    assert inner.token_ids == []
+    assert grammar.accept_tokens([42])
+    assert inner.token_ids == [42]
+    assert allowed(grammar) == {42}
+    endless = GrammarAfterReasoning(Told(), MARKERS, [EOS], SIZE, is_begun=True, space_token_ids=[8])
+    assert endless.accept_tokens([MARK, *[8] * 16])
+    assert allowed(endless) == {42}
+
+
 def with_reasoning_takes(asked: dict[str, Any], text: str, *, is_begun: bool) -> bool:
     """Whether the markers being text, `text` is allowed whole, byte by byte."""
     checked = structured_outputs_params(asked)
