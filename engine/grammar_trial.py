@@ -33,7 +33,6 @@ STACK_BYTES = 2**20
 """The stack of a trial: an eighth of what a thread usually has."""
 NUM_STEPS = 64
 """Bytes that a grammar is walked for."""
-_TOO_COMPLEX = ("ParserTooComplex", "LexerTooComplex")
 _LENGTH = struct.Struct("<I")
 
 
@@ -49,14 +48,14 @@ def try_out(params: StructuredOutputsParams, vocabulary: Vocabulary) -> Answer:
     """Make the grammar of `params`, compile it and walk it for some steps."""
     try:
         lark = to_lark(params)
-        matcher = match(params, lark, vocabulary)
+        matcher = match(params, lark, vocabulary, is_trial=True)
     except InvalidGrammar as error:
         return Answer(refusal=str(error))
     except MemoryError:
         return _refused(params, "needs too much memory to compile")
     _walk(matcher, vocabulary)
-    if matcher.stop_reason() in _TOO_COMPLEX:
-        return Answer(refusal=str(InvalidGrammar(f"{params.kind}: {message_of(matcher)}")))
+    if matcher.is_error():
+        return Answer(refusal=str(InvalidGrammar(f"{params.kind}: {message_of(matcher)}: make it simpler")))
     return Answer(lark=lark)
 
 

@@ -99,6 +99,7 @@ async def test_a_hostile_form_is_refused_soon_and_costs_nobody_else_anything(llm
         "takes more than --grammar-compile-time 0.25 seconds": MULTIPLE_OF_A_PRIME,
         "nested too deeply, or needs too much memory": {"grammar": chain},
         "unclosed character class": {"regex": "["},
+        "too many expressions constructed: make it simpler": {"regex": "(a{1,1000}){1,1000}"},
     }
     for says, asked in hostile.items():
         for _ in range(2):  # the second time it is known

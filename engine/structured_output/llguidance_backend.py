@@ -32,15 +32,19 @@ _SCHEMA_OF = re.compile(r"// (schema of \S+)$")
 """Says at a line's end whose schema it holds."""
 
 
-def limits() -> LLParserLimits:
-    """Return what one grammar may take: of memory in all, and of work for each mask (some 10 ms at most)."""
+def limits(*, is_trial: bool = False) -> LLParserLimits:
+    """Return what one grammar may take: of memory in all, and of work for each mask (some 10 ms at most).
+
+    In a trial it is half of that, so that one which reaches a limit is refused rather than ended midway.
+    """
+    part = 2 if is_trial else 1
     return LLParserLimits(
-        max_items_in_row=5000,
-        initial_lexer_fuel=1_000_000,
-        step_lexer_fuel=100_000,
-        step_max_items=50_000,
-        max_lexer_states=50_000,
-        max_grammar_size=250_000,
+        max_items_in_row=5000 // part,
+        initial_lexer_fuel=1_000_000 // part,
+        step_lexer_fuel=100_000 // part,
+        step_max_items=50_000 // part,
+        max_lexer_states=50_000 // part,
+        max_grammar_size=250_000 // part,
         precompute_large_lexemes=False,
         verbose_errors=False,
     )
@@ -98,13 +102,13 @@ def compute_mask(matcher: LLMatcher, size: int) -> GrammarMasks | None:
     return None if matcher.is_error() else mask
 
 
-def match(params: StructuredOutputsParams, lark: str, vocabulary: Vocabulary) -> LLMatcher:
+def match(params: StructuredOutputsParams, lark: str, vocabulary: Vocabulary, *, is_trial: bool = False) -> LLMatcher:
     """Return a matcher of `lark`, the grammar of `params`, that allows at least one token.
 
     Raises:
         InvalidGrammar: The grammar is wrong, too large, or allows no text; the caller's fault.
     """
-    matcher = LLMatcher(vocabulary.matchable, lark, log_level=0, limits=limits())
+    matcher = LLMatcher(vocabulary.matchable, lark, log_level=0, limits=limits(is_trial=is_trial))
     if matcher.is_error():
         fault = message_of(matcher)
         place = _PLACE.match(fault)
