@@ -34,6 +34,7 @@ from engine.handshake import (
     MAX_RECEIVED,
     TERM_GRACE_S,
     check_hello,
+    check_sender,
     death_of,
     engine_argv,
     engine_name,
@@ -133,7 +134,10 @@ class ProcessConnection:
         """Wait for messages; raises EngineDeadError once a process has ended and all that had come was returned."""
         if self._dead is None:
             with trio.CancelScope() as self._waiting:
-                return self._follow(await self._receiver.receive_many(MAX_RECEIVED))
+                messages = await self._receiver.receive_many(MAX_RECEIVED)
+                for message in messages:
+                    check_sender(message, len(self._processes))
+                return self._follow(messages)
         assert self._dead is not None
         if not self._is_drained:
             self._is_drained = True
@@ -195,7 +199,9 @@ class ProcessConnection:
         messages = []
         with suppress(trio.WouldBlock, EngineDeadError):  # one that cannot be read: a dead engine's end is told anyway
             while True:
-                messages.append(self._receiver.receive_nowait())
+                message = self._receiver.receive_nowait()
+                check_sender(message, len(self._processes))
+                messages.append(message)
         return messages
 
     def _follow(self, messages: list[EngineMessage]) -> list[EngineMessage]:

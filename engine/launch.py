@@ -190,6 +190,8 @@ async def _handshake(connection: Connection, progress: Progress, num_engines: in
                 case StartProgress(phase, done, total):
                     progress(phase if num_engines == 1 else f"{name}: {phase}", done, total)
                 case EngineReady():
+                    if any(ready.engine_index == message.engine_index for ready in readies):
+                        raise EngineDeadError(Cause("ProtocolError", f"{name} said twice that it is ready"))
                     readies.append(message)
                 case EngineDead(cause):
                     connection.part(message.engine_index)

@@ -16,6 +16,7 @@ import trio
 from engine.client.asynchronous import AsyncMPClient, Connection
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, UtilityError, UtilityTimeout
+from engine.handshake import check_sender
 from engine.metrics import SchedulerStats
 from engine.outputs import RequestId
 from engine.protocol import AbortReason, EngineCoreOutputs, EngineCoreRequest, EngineMessage, EngineReady, SessionPart
@@ -97,7 +98,12 @@ class DPAsyncMPClient(AsyncMPClient):
             engine.abort_requests(request_ids, reason)
 
     def take(self, message: EngineMessage) -> EngineCoreOutputs | None:
-        """Have the engine's own face act on `message`; all have stopped when the last one has."""
+        """Have the engine's own face act on `message`; all have stopped when the last one has.
+
+        Raises:
+            EngineDeadError: As the base; or there is no such engine.
+        """
+        check_sender(message, len(self._engines))
         engine = self._engines[message.engine_index]
         try:
             outputs = engine.take(message)
