@@ -224,6 +224,9 @@ class _MemoryConnection(NamedTuple):
     def part(self, engine_index: int = 0) -> None:
         self.send(Acknowledge())
 
+    def kill(self, engine_index: int = 0) -> None:
+        pass  # its thread, at a step, cannot be ended
+
     async def receive(self) -> list[EngineMessage]:
         try:
             return await _receive_all(self.incoming)

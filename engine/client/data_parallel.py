@@ -111,7 +111,7 @@ class DPAsyncMPClient(AsyncMPClient):
             raise EngineDeadError(death.cause.at(f"engine {message.engine_index}")) from None
         if engine.has_stopped and all(engine.has_stopped for engine in self._engines):
             self.has_stopped = True
-            self.death = engine.death
+            self.death = self.death or engine.death
         return outputs
 
     async def call(self, verb: Verb, timeout_s: float | None = None) -> Any:
