@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 import engine
@@ -16,7 +17,7 @@ from engine.config import EngineConfig
 from engine.errors import QueueFull
 from engine.launch import make_client
 from engine.outputs import RequestId
-from engine.protocol import EngineCoreRequest
+from engine.protocol import EngineCoreRequest, SessionPart
 from engine.sampling_params import SamplingParams, StructuredOutputsParams
 from engine.structured_output.manager import StructuredOutputManager
 
@@ -110,3 +111,29 @@ def test_after_a_shutdown_pages_and_weights_are_free() -> None:
     gc.collect()
     assert [reference() for reference in held] == [None, None]
     llm.shutdown()
+
+
+def test_an_interrupt_comes_during_the_compile_for_a_turn_of_a_session_which_is_done_again(
+    client: InprocClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt() -> None:
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("it was held back")
+
+    session = msgspec.structs.replace(request("a", GREEDY), extras={"session": True})
+    client.add_request(session)
+    client.extend(SessionPart(session.request_id, [66], WORD))
+    compile_by(monkeypatch, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        while client.num_live:
+            client.get_output()
+    monkeypatch.undo()
+    client.extend(SessionPart(session.request_id, []))
+    token_ids: list[int] = []
+    for _ in range(20):
+        outputs = client.get_output()
+        assert outputs is not None
+        token_ids += [token_id for output in outputs.outputs for token_id in output.new_token_ids]
+        if not client.num_live:
+            break
+    assert bytes(token_ids[-3:]).decode().isalpha()

@@ -71,6 +71,29 @@ async def test_a_child_that_is_asked_what_it_does_before_its_first_line_lives(nu
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {number}
 
 
+async def test_a_reaper_is_deaf_from_its_first_moment_on():
+    """Its interpreter's start, before the first line of its own, included."""
+    numbers = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+    async with open_child("engine-0", python(WAIT)) as child:
+        (reaper_pid,) = set(children_of(os.getpid())) - {child.pid}
+        status = Path(f"/proc/{reaper_pid}/status").read_text()
+        blocked = int(status.partition("SigBlk:")[2].split()[0], 16)
+        assert numbers <= {number for number in signal.valid_signals() if blocked >> (number - 1) & 1}
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & numbers
+
+
+async def test_the_death_of_a_reaper_is_told_and_ends_nothing(caplog):
+    async with open_child("engine-0", python(WAIT)) as child:
+        (reaper_pid,) = set(children_of(os.getpid())) - {child.pid}
+        os.kill(reaper_pid, signal.SIGKILL)
+        with trio.fail_after(5):
+            while not caplog.records:
+                await trio.sleep(0.01)
+        assert child.returncode is None
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the reaper of engine-0 was killed by SIGKILL: ")
+
+
 async def test_a_child_that_ends_by_itself_tells_every_waiter_its_status_and_last_words():
     code = "import sys; print('on stdout', flush=True); print('last words', file=sys.stderr); sys.exit(3)"
     lines = Lines()
