@@ -16,8 +16,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trio
 
 import engine
+from engine.bench.abort import Cuts, abort
 from engine.bench.http_client import Address
 from engine.bench.perplexity import perplexity
 from engine.bench.profile import StepProfile
@@ -151,6 +153,16 @@ def test_each_bench_prints_a_table_and_writes_json(
     assert report["bench"] == name
     assert all(report["figures"][figure] > 0 for figure in figures)
     assert all(report[table] for table in tables)
+
+
+@pytest.mark.slow
+async def test_the_abort_bench_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.bench.abort.MEASURED_S", 0.0)
+    with trio.fail_after(60):
+        report = await abort(EngineConfig(model="null", log_level="warning"), None, Cuts(2, 1000, 0.01, 0), 4, 4)
+    figures = report.as_json()["figures"]
+    assert (figures["cuts"], figures["releases"]) == (2, 1)
+    assert figures["answer_after_the_cuts_ms"] > 0
 
 
 @pytest.mark.slow

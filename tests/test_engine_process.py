@@ -176,7 +176,8 @@ async def test_a_hello_that_cannot_be_decoded_ends_the_start_by_name() -> None:
             connection = ProcessConnection(router, pull, 1, folder)
             connection._processes[0].started.set()
             await dealer.send([b"\x93good day"])
-            with trio.fail_after(5), pytest.raises(EngineDeadError, match="a hello that cannot be decoded"):
+            text = "a hello that cannot be decoded: from peer 0000: "
+            with trio.fail_after(5), pytest.raises(EngineDeadError, match=text):
                 await connection.greet(EngineConfig(model="null"))
     shutil.rmtree(folder)
 

@@ -104,7 +104,8 @@ class ModelRunner:
         num_engines = self._config.data_parallel_size
         torch.set_num_threads(self._config.num_threads or max(1, _num_cores() // num_engines))
         num_threads = torch.get_num_threads()
-        logger.info("%d threads on %d cores, which %d engines share", num_threads, _num_cores(), num_engines)
+        shared = f", which {num_engines} engines share" if num_engines > 1 else ""
+        logger.info("threads: %d, cores: %d%s", num_threads, _num_cores(), shared)
         progress("weights", 0, 0)
         available = available_memory_bytes() // num_engines
         own = own_shape(self._folder, self._config)
