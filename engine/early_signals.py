@@ -4,7 +4,7 @@ Before it, there is nothing to stop yet: the process exits on the spot, with 0. 
 and the exit code is known: they do nothing any more. Other verbs have only the first part, with 128 + signal, and only
 while modules are imported: later Python's own handlers are right for them.
 
-SIGUSR1 and SIGUSR2 ask a process what it does. One that cannot answer, not yet or not any more, takes no notice of them.
+SIGUSR1 and SIGUSR2 ask a process what it does. One that cannot answer, not yet or no more, takes no notice.
 """
 
 from __future__ import annotations

@@ -402,7 +402,7 @@ async def test_an_engine_that_stands_still_is_killed_as_soon_as_that_is_known(
                 llm.give_up(Cause("EngineStuck", "it does not answer"))
                 await stream.collect()
 
-    with trio.fail_after(20), pytest.raises(EngineDeadError, match="EngineStuck: .* not (answer|stop)"):
+    with trio.fail_after(20), pytest.raises(EngineDeadError, match=r"EngineStuck: .* not (answer|stop)"):
         await stop_it_and_leave()
 
 

@@ -124,16 +124,15 @@ def test_an_interrupt_comes_during_the_compile_for_a_turn_of_a_session_which_is_
     client.add_request(session)
     client.extend(SessionPart(session.request_id, [66], WORD))
     compile_by(monkeypatch, interrupt)
+    outputs = iter(client.get_output, None)
     with pytest.raises(KeyboardInterrupt):
-        while client.num_live:
-            client.get_output()
+        list(outputs)
     monkeypatch.undo()
     client.extend(SessionPart(session.request_id, []))
-    token_ids: list[int] = []
-    for _ in range(20):
-        outputs = client.get_output()
-        assert outputs is not None
-        token_ids += [token_id for output in outputs.outputs for token_id in output.new_token_ids]
-        if not client.num_live:
-            break
+    token_ids = [
+        token_id
+        for outputs, _ in zip(iter(client.get_output, None), range(20), strict=False)
+        for output in outputs.outputs
+        for token_id in output.new_token_ids
+    ]
     assert bytes(token_ids[-3:]).decode().isalpha()
