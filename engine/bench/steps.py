@@ -1,12 +1,13 @@
 """How long a step takes that decodes: by the context of one request, and by the number of requests at one context.
 
 The engine runs in this thread. Prompts are computed once and stay in the prefix cache but for their last token, so that
-all requests of a measurement begin in one step, and decode in every further one; points are visited forth and back,
-round after round, which spreads what else the machine does over all of them.
+all requests of a measurement begin in one step, and decode in every further one. Points are visited in a drawn order,
+round after round, so that what else the machine does for a while does not meet neighbours alone.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import sys
 import time
@@ -28,7 +29,7 @@ from engine.kv_cache.spec import max_blocks_for
 from engine.llm_engine import LLMEngine
 from engine.sampling_params import OutputKind, SamplingParams
 
-MAX_POINTS = 17
+MAX_POINTS = 33
 """Contexts, and numbers of requests, that are measured."""
 NUM_ROUNDS = 3
 NUM_STEPS = 8
@@ -142,7 +143,8 @@ class _StepBench:
         """Return the median step that decodes a point's prompts, all together; points without any are left out."""
         times_s: defaultdict[int, list[float]] = defaultdict(list)
         self._decode(max(points.values(), key=lambda prompts: sum(map(len, prompts))), num_tokens=1)
-        order = [x for number in range(NUM_ROUNDS) for x in sorted(points, reverse=number % 2 == 1)]
+        draw = random.Random(self._workload.seed)
+        order = [x for _ in range(NUM_ROUNDS) for x in draw.sample(list(points), len(points))]
         for x in tqdm(order, desc=name, unit="point", disable=not sys.stderr.isatty()):
             times_s[x] += self._decode(points[x], num_tokens=1 + NUM_STEPS)
         xs = [x for x in points if times_s[x]]
