@@ -200,12 +200,12 @@ def test_each_bench_prints_a_table_and_writes_json(
 def test_throughput_plots_the_time_of_a_step(tmp_path: Path) -> None:
     plot, file = tmp_path / "steps.svg", tmp_path / "report.json"
     plot.write_text("an earlier plot, longer than nothing")
-    limits = ["--max-model-len", "99", "--max-num-seqs", "20", "--num-prompts", "2"]
+    limits = ["--max-model-len", "99", "--max-num-seqs", "40", "--num-prompts", "2"]
     result = run("throughput", "null", *SHORT, *limits, "--plot", str(plot), "--json", str(file))
     assert (result.returncode, result.stderr) == (0, "")
     assert ElementTree.fromstring(plot.read_text()).tag.endswith("svg")
     report = json.loads(file.read_text())
-    assert list(report["step_by_requests"])[::16] == ["1_requests", "20_requests"]
+    assert list(report["step_by_requests"])[::32] == ["1_requests", "40_requests"]
     assert {f"{i}_tokens" for i in (17, 33, 49, 65, 81)} == report["step_by_context"].keys()
     assert "81 tokens" in result.stdout
 
