@@ -34,7 +34,8 @@ def run_throughput(options: argparse.Namespace) -> int:
         report = throughput(config, workload, is_profiled=options.profile, num_logprobs=options.logprobs)
         if options.plot is not None:
             panels = add_steps(report, config, workload)
-            write_plot(draw(f"{config.model}: a step that decodes, median", panels))
+            form = "" if config.quantization == "none" else f" in {config.quantization}"
+            write_plot(draw(f"{config.model}{form}: a step that decodes, median", panels))
         _tell(report, write)
     return EXIT_OK
 
