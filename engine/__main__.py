@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 from typing import NoReturn
 
-from engine.early_signals import leave_signals, take_signals
+from engine.early_signals import ignore_asking_signals, leave_signals, take_signals
 
 
 def main() -> NoReturn:
     """Run the command line; while its modules are imported there is nothing to stop: a signal ends it on the spot."""
+    ignore_asking_signals()
     open_standard_streams()
     is_server = sys.argv[1:2] == ["serve"]  # for which stopping is the orderly end
     take_signals(0 if is_server else None)
@@ -21,6 +21,8 @@ def main() -> NoReturn:
         leave_signals()
     exit_code = cli.run()
     if is_server:
+        import logging
+
         # All that was owned is closed. Taking Python apart as well would hold up a stop by half a second of work, and
         # give both signals their deadly meaning back.
         logging.shutdown()

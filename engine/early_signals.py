@@ -3,6 +3,8 @@
 Before it, there is nothing to stop yet: the process exits on the spot, with 0. After it, everything has been stopped
 and the exit code is known: they do nothing any more. Other verbs have only the first part, with 128 + signal, and only
 while modules are imported: later Python's own handlers are right for them.
+
+SIGUSR1 and SIGUSR2 ask a process what it does. One that cannot answer, not yet or no more, takes no notice.
 """
 
 from __future__ import annotations
@@ -11,6 +13,12 @@ import os
 import signal
 
 _has_begun = False
+
+
+def ignore_asking_signals() -> None:
+    """Have SIGUSR1 and SIGUSR2 do nothing but while somebody answers them (engine/task_tree.py), to the very end."""
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def take_signals(exit_code: int | None) -> None:

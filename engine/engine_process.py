@@ -34,6 +34,7 @@ from engine.handshake import (
     MAX_RECEIVED,
     TERM_GRACE_S,
     check_hello,
+    check_sender,
     death_of,
     engine_argv,
     engine_name,
@@ -78,6 +79,7 @@ class _EngineProcess:
         pid: Its process id; 0 until it is started.
         started: Set then.
         phase: Where its start is; empty once it is ready.
+        kill: Ends it at once; None until it is started.
         has_spoken: Whether a message came on its output socket: both its ends are connected.
         has_parted: Whether its end is expected.
         has_ended: Whether it is no more.
@@ -88,6 +90,7 @@ class _EngineProcess:
         self.pid = 0
         self.started = trio.Event()
         self.phase = "hello"
+        self.kill: Callable[[], None] | None = None
         self.has_spoken = False
         self.has_parted = False
         self.has_ended = False
@@ -129,11 +132,21 @@ class ProcessConnection:
         self._processes[engine_index].has_parted = True
         self.send(Acknowledge(), engine_index)
 
+    def kill(self, engine_index: int = 0) -> None:
+        """End an engine that is stuck at once; does not wait. Its end is no death any more."""
+        process = self._processes[engine_index]
+        process.has_parted = True
+        if process.kill is not None:
+            process.kill()
+
     async def receive(self) -> list[EngineMessage]:
         """Wait for messages; raises EngineDeadError once a process has ended and all that had come was returned."""
         if self._dead is None:
             with trio.CancelScope() as self._waiting:
-                return self._follow(await self._receiver.receive_many(MAX_RECEIVED))
+                messages = await self._receiver.receive_many(MAX_RECEIVED)
+                for message in messages:
+                    check_sender(message, len(self._processes))
+                return self._follow(messages)
         assert self._dead is not None
         if not self._is_drained:
             self._is_drained = True
@@ -168,7 +181,7 @@ class ProcessConnection:
         async with open_child(
             process.name, argv, term_grace_s=TERM_GRACE_S, on_stderr_line=on_line, orphaned_folders=folders
         ) as child:
-            process.pid = child.pid
+            process.pid, process.kill = child.pid, partial(child.signal, signal.SIGKILL)
             process.started.set()
             status = await child.wait()
             process.has_ended = True
@@ -195,7 +208,9 @@ class ProcessConnection:
         messages = []
         with suppress(trio.WouldBlock, EngineDeadError):  # one that cannot be read: a dead engine's end is told anyway
             while True:
-                messages.append(self._receiver.receive_nowait())
+                message = self._receiver.receive_nowait()
+                check_sender(message, len(self._processes))
+                messages.append(message)
         return messages
 
     def _follow(self, messages: list[EngineMessage]) -> list[EngineMessage]:

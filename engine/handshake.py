@@ -19,7 +19,7 @@ from typing import NoReturn
 
 import engine
 from engine.errors import Cause, ConfigError, EngineDeadError
-from engine.protocol import PROTOCOL_VERSION, EngineHello
+from engine.protocol import PROTOCOL_VERSION, EngineHello, EngineMessage
 from transport.codec import DecodeError
 from transport.folder import open_folder
 from transport.spawn import describe_exit
@@ -92,6 +92,18 @@ def refuse_hello(error: DecodeError) -> NoReturn:
         EngineDeadError: Always.
     """
     raise EngineDeadError(Cause("ProtocolError", f"refused a hello that cannot be decoded: {error}")) from error
+
+
+def check_sender(message: EngineMessage, num_engines: int) -> None:
+    """Refuse a message of an engine that there is not.
+
+    Raises:
+        EngineDeadError: Its number is none of `num_engines`.
+    """
+    index = message.engine_index
+    if not 0 <= index < num_engines:
+        said = f"refused an {type(message).__name__} of engine {index}: the engines are numbered 0 to {num_engines - 1}"
+        raise EngineDeadError(Cause("ProtocolError", said))
 
 
 def _objection(identity: bytes, hello: EngineHello, pids: Mapping[int, int]) -> str | None:

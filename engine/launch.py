@@ -190,6 +190,8 @@ async def _handshake(connection: Connection, progress: Progress, num_engines: in
                 case StartProgress(phase, done, total):
                     progress(phase if num_engines == 1 else f"{name}: {phase}", done, total)
                 case EngineReady():
+                    if any(ready.engine_index == message.engine_index for ready in readies):
+                        raise EngineDeadError(Cause("ProtocolError", f"{name} said twice that it is ready"))
                     readies.append(message)
                 case EngineDead(cause):
                     connection.part(message.engine_index)
@@ -221,6 +223,9 @@ class _MemoryConnection(NamedTuple):
 
     def part(self, engine_index: int = 0) -> None:
         self.send(Acknowledge())
+
+    def kill(self, engine_index: int = 0) -> None:
+        pass  # its thread, at a step, cannot be ended
 
     async def receive(self) -> list[EngineMessage]:
         try:

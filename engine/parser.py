@@ -86,6 +86,8 @@ def _add_benches(verbs: Verbs) -> None:
     verb = _add_verb(benches, "throughput", "[MODEL] [flags]", "all prompts at once, in this process")
     _add_bench_flags(verb, num_prompts=64, input_len=128, output_len=128)
     verb.add_argument("--profile", action="store_true", help="also print where the time of a step goes")
+    text = "also time a decoding step by context and by requests; draw it to FILE as SVG (--input-len: their context)"
+    verb.add_argument("--plot", type=Path, metavar="FILE", help=text)
     text = "tell the logprobs of so many likeliest tokens; also print what that costs, from four more runs"
     verb.add_argument("--logprobs", type=int, metavar="INT", help=text)
 

@@ -67,7 +67,10 @@ def write_stacks() -> None:
 
 
 async def answer_signals(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
-    """Write a report at each SIGUSR1 until cancelled, and have SIGUSR2 write stacks. In the main thread only."""
+    """Write a report at each SIGUSR1 until cancelled, and have SIGUSR2 write stacks. In the main thread only.
+
+    Afterwards both have the meaning that they had before: an application's own, or none in our own processes.
+    """
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     try:
         with trio.open_signal_receiver(signal.SIGUSR1) as signals:

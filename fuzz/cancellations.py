@@ -79,7 +79,7 @@ async def cancel_starts(folder: Path, moment: Moment, *, first: int = 1, every: 
     """Cancel the start of an engine process at these steps of any task; returns how often."""
 
     async def act() -> None:
-        async with engine.open_engine("null"):
+        async with engine.open_engine("null", log_level="warning"):
             pass
 
     async def check() -> None:
@@ -91,7 +91,7 @@ async def cancel_starts(folder: Path, moment: Moment, *, first: int = 1, every: 
 async def cancel_stops(folder: Path, moment: Moment, *, first: int = 1, every: int = 1) -> int:
     """Cancel the stop of an engine process at these steps of the task that leaves it; returns how often."""
     async with trio.open_nursery() as readers:
-        stop = Stop(readers, null_step_ms=1)
+        stop = Stop(readers, null_step_ms=1, log_level="warning")
 
         async def check() -> None:
             await stop.check()

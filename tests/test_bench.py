@@ -14,14 +14,19 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+import trio
 
 import engine
+from engine.bench.abort import Cuts, abort
 from engine.bench.http_client import Address
 from engine.bench.perplexity import perplexity
+from engine.bench.plot import Panel, draw
 from engine.bench.profile import StepProfile
 from engine.bench.report import Report
+from engine.bench.steps import Curve, add_steps
 from engine.bench.throughput import throughput
 from engine.bench.workload import StreamTimes, Workload
 from engine.config import EngineConfig
@@ -121,6 +126,46 @@ def test_the_perplexity_of_a_text_is_what_its_tokens_logprobs_give(byte_llama: P
         perplexity(EngineConfig(model=str(byte_llama)), tmp_path / "none", 10)
 
 
+def test_the_line_through_points_is_theirs_where_they_lie_on_one() -> None:
+    assert Curve([1, 2, 5], [3.0, 5.0, 11.0]).line() == pytest.approx((1.0, 2.0))
+    assert Curve([7], [3.0]).line() == (3.0, 0.0)
+    off = Curve([1, 2, 3], [1.0, 2.0, 1.0]).table("token").rows
+    assert list(off) == ["1_tokens", "2_tokens", "3_tokens"]
+    for median_ms, line_ms, percent in off.values():
+        assert percent == pytest.approx(100 * (median_ms - line_ms) / median_ms)
+
+
+def test_a_plot_has_every_point_in_its_panel_and_axes_from_0_in_round_numbers() -> None:
+    points = [(1, 2.0), (30, 3.5), (64, 8.3)]
+    panels = [Panel("by <this>", "request", points, (1.5, 0.1)), Panel("flat", "token", [(17, 0.04)], (0.04, 0.0))]
+    svg = ElementTree.fromstring(draw("one & all", panels))
+    name = "{http://www.w3.org/2000/svg}"
+    width, height = int(svg.get("width", "")), int(svg.get("height", ""))
+    many, one = svg.findall(f"{name}g")
+    assert [len(panel.findall(f"{name}circle")) for panel in (many, one)] == [3, 1]
+    for circle in svg.iter(f"{name}circle"):
+        assert 0 < float(circle.get("cx", "")) < width / 2
+        assert 0 < float(circle.get("cy", "")) < height
+    texts = [text.text for text in many.findall(f"{name}text")]
+    assert texts[0] == "by <this>"
+    assert {"0", "10", "70", "2", "8", "requests", "ms a step"} <= set(texts)
+
+
+@pytest.mark.parametrize("model", ["null", "real"])
+def test_steps_are_timed_by_context_and_by_requests(model: str, byte_llama: Path) -> None:
+    settings: dict[str, Any] = {"model": "null", "null_step_ms": 0.5} if model == "null" else {"model": str(byte_llama)}
+    config = EngineConfig(max_num_seqs=3, max_model_len=64, num_gpu_blocks_override=40, num_threads=1, **settings)
+    report = Report("steps", {})
+    panels = add_steps(report, config, Workload(1, 40, 1, seed=0))
+    tables = report.as_json()
+    assert list(tables["step_by_context"]) == ["17_tokens", "33_tokens", "49_tokens"]
+    assert list(tables["step_by_requests"]) == ["1_requests", "2_requests", "3_requests"]
+    for name in ("step_by_context", "step_by_requests"):
+        assert all(row["median_ms"] > config.null_step_ms for row in tables[name].values())
+    assert panels[1].title == "33 tokens of context, by requests"
+    assert [[x for x, _ in panel.points] for panel in panels] == [[17, 33, 49], [1, 2, 3]]
+
+
 # -- whole ------------------------------------------------------------------------------------------------------------
 
 
@@ -154,6 +199,30 @@ def test_each_bench_prints_a_table_and_writes_json(
 
 
 @pytest.mark.slow
+async def test_the_abort_bench_ends_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.bench.abort.MEASURED_S", 0.0)
+    with trio.fail_after(60):
+        report = await abort(EngineConfig(model="null", log_level="warning"), None, Cuts(2, 1000, 0.01, 0), 4, 4)
+    figures = report.as_json()["figures"]
+    assert (figures["cuts"], figures["releases"]) == (2, 1)
+    assert figures["answer_after_the_cuts_ms"] > 0
+
+
+@pytest.mark.slow
+def test_throughput_plots_the_time_of_a_step(tmp_path: Path) -> None:
+    plot, file = tmp_path / "steps.svg", tmp_path / "report.json"
+    plot.write_text("an earlier plot, longer than nothing")
+    limits = ["--max-model-len", "99", "--max-num-seqs", "40", "--num-prompts", "2"]
+    result = run("throughput", "null", *SHORT, *limits, "--plot", str(plot), "--json", str(file))
+    assert (result.returncode, result.stderr) == (0, "")
+    assert ElementTree.fromstring(plot.read_text()).tag.endswith("svg")
+    report = json.loads(file.read_text())
+    assert list(report["step_by_requests"])[::32] == ["1_requests", "40_requests"]
+    assert {f"{i}_tokens" for i in (17, 33, 49, 65, 81)} == report["step_by_context"].keys()
+    assert "81 tokens" in result.stdout
+
+
+@pytest.mark.slow
 def test_the_transport_is_measured_without_a_model(tmp_path: Path) -> None:
     file = tmp_path / "report.json"
     result = run("transport", "--num-messages", "20", "--json", str(file))
@@ -171,6 +240,11 @@ def test_the_transport_is_measured_without_a_model(tmp_path: Path) -> None:
         (["throughput", "null", "--logprobs", "21"], "logprobs must be from 0 to 20, got 21"),
         (["throughput", "null", "--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
         (["throughput", "null", "--json", "no/such/folder"], "--json no/such/folder cannot be written"),
+        (["throughput", "null", "--plot", "no/such/folder"], "--plot no/such/folder cannot be written"),
+        (
+            ["throughput", "null", "--plot", os.devnull, "--max-model-len", "26", *SHORT],
+            "--plot needs a context of 27 tokens, --max-model-len is 26",
+        ),
         (["throughput", "null", "--input-len", "9000"], "the prompt has 9000 tokens"),
         (["serve", "null", "--max-model-len", "10"], "the server answered 400"),
         (["transport", "--num-messages", "1"], "--num-messages must be at least 2, got 1"),

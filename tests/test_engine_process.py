@@ -176,7 +176,8 @@ async def test_a_hello_that_cannot_be_decoded_ends_the_start_by_name() -> None:
             connection = ProcessConnection(router, pull, 1, folder)
             connection._processes[0].started.set()
             await dealer.send([b"\x93good day"])
-            with trio.fail_after(5), pytest.raises(EngineDeadError, match="a hello that cannot be decoded"):
+            text = "a hello that cannot be decoded: from peer 0000: "
+            with trio.fail_after(5), pytest.raises(EngineDeadError, match=text):
                 await connection.greet(EngineConfig(model="null"))
     shutil.rmtree(folder)
 
@@ -194,3 +195,34 @@ async def test_what_a_dead_engine_said_before_a_message_that_cannot_be_read_coun
             assert await connection.receive() == said
             with pytest.raises(EngineDeadError, match="engine-0 was killed"):
                 await connection.receive()
+
+
+@pytest.mark.parametrize("index", [2, -1, 2**40])
+async def test_a_message_of_an_engine_that_there_is_not_is_refused_with_its_number_and_the_limit(index: int) -> None:
+    folder = tempfile.mkdtemp()
+    said = f"ProtocolError: refused an EngineCoreOutputs of engine {index}: the engines are numbered 0 to 1"
+    async with open_context() as context:
+        router, pull = ZmqSocket(context, SocketKind.ROUTER), ZmqSocket(context, SocketKind.PULL)
+        async with router, pull:
+            connection = ProcessConnection(router, pull, 2, folder)
+            frames = Encoder().encode(EngineCoreOutputs(index, 1))
+            for is_starting in (True, False):
+                connection._is_starting = is_starting
+                connection._receiver._undecoded.append(frames)
+                with pytest.raises(EngineDeadError, match=said):
+                    await connection.receive()
+            connection._receiver._undecoded.append(frames)
+            connection._dead = lambda: EngineDeadError(Cause("EngineDied", "engine-0 was killed"))
+            with pytest.raises(EngineDeadError, match="engine-0 was killed"):
+                await connection.receive()
+    shutil.rmtree(folder)
+
+
+async def test_an_engine_that_says_twice_that_it_is_ready_does_not_count_for_another(change_engines: Any) -> None:
+    change_engines(
+        "of = protocol.EngineReady.of\n"
+        "protocol.EngineReady.of = lambda capacity, **said: of(capacity, **said | {'engine_index': 0})\n"
+    )
+    with pytest.raises(EngineDeadError, match="ProtocolError: engine 0 said twice that it is ready"):
+        async with open_engines():
+            pytest.fail("it has started")

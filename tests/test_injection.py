@@ -241,6 +241,7 @@ async def test_a_start_in_another_process_cancelled_at_any_step_leaves_nothing(
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", MOMENTS)
 async def test_a_stop_in_another_process_cancelled_at_any_checkpoint_ends_every_stream_and_leaves_nothing(
-    moment: Moment, sockets_folder: Path
+    moment: Moment, sockets_folder: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert await cancel_stops(sockets_folder, moment, every=2) > 1
+    assert "INFO" not in capfd.readouterr().err

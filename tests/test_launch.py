@@ -10,14 +10,19 @@ import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trio
 
 import engine
 from engine.client.async_llm import AsyncLLM
+from engine.client.asynchronous import AsyncMPClient
+from engine.config import EngineConfig
 from engine.errors import Cause, ConfigError, EngineDeadError, InvalidRequest, PromptTooLong, QueueFull
+from engine.launch import _MemoryConnection
 from engine.outputs import FinishReason
+from engine.protocol import EngineDead, EngineReady, EngineStopped
 from engine.sampling_params import OutputKind, SamplingParams
 from engine.testing import expected_tokens
 
@@ -380,6 +385,42 @@ async def test_an_engine_that_is_given_up_tells_every_stream() -> None:
         with pytest.raises(EngineDeadError, match="does not answer"):
             await stream.collect()
         assert not llm.is_healthy
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+async def test_an_engine_that_stands_still_is_killed_as_soon_as_that_is_known(
+    is_given_up: bool, monkeypatch: pytest.MonkeyPatch, temporary_folder: Path
+) -> None:
+    monkeypatch.setattr("engine.launch.STOP_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("engine.engine_process.TERM_GRACE_S", 600)  # an engine that is ready takes no SIGTERM
+
+    async def stop_it_and_leave() -> None:
+        async with slow_engine("process") as llm, llm.generate("x", SamplingParams(max_tokens=8000)) as stream:
+            await stream.__anext__()
+            os.kill(llm.ready.pid, signal.SIGSTOP)
+            if is_given_up:
+                llm.give_up(Cause("EngineStuck", "it does not answer"))
+                await stream.collect()
+
+    with trio.fail_after(20), pytest.raises(EngineDeadError, match=r"EngineStuck: .* not (answer|stop)"):
+        await stop_it_and_leave()
+
+
+async def test_the_first_death_stays() -> None:
+    stuck, late = EngineDeadError(Cause("EngineStuck", "it does not answer")), EngineDeadError(Cause("x", "late"))
+    ready = EngineReady(0, 8, 16, 8192, 1, 256, "digest", os.getpid())
+    send, receive = trio.open_memory_channel[Any](9)
+    client = AsyncMPClient(EngineConfig(model="null"), ready, _MemoryConnection(send, receive))
+    client.shutdown()
+    client.declare_dead(stuck)
+    client.declare_dead(late)
+    assert client.death is stuck
+    for last_word in (EngineStopped(), EngineDead(late.cause)):
+        client._received.append(last_word)
+        with pytest.raises(EngineDeadError, match="does not answer"):
+            await client.get_output()
+        assert client.death is stuck
+        assert not client.has_stopped
 
 
 async def _open_and_leave() -> None:

@@ -167,6 +167,45 @@ def test_an_engine_asked_what_it_does_while_it_starts_starts_all_the_same(
         assert response.status == 200
 
 
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2], ids=["SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize("at_import", [1, 300])
+def test_a_server_asked_what_it_does_while_it_is_imported_starts_all_the_same(
+    start_server: Any, tmp_path: Path, at_import: int, number: int
+) -> None:
+    server = start_server("null", env=signal_at_import(tmp_path, "-m", "engine.cli", at_import, number))
+    with server.post("/v1/completions", {"prompt": "x"}) as response:
+        assert response.status == 200
+
+
+SIGNAL_WHEN_LEFT = """
+import os, signal, sys
+import trio
+
+run = trio.run
+def run_and_signal(*arguments):
+    result = run(*arguments)
+    os.kill(os.getpid(), int(os.environ["NUMBER"]))
+    return result
+
+if sys.argv[0] == os.environ["PROCESS"]:
+    trio.run = run_and_signal
+"""
+"""The process whose first argument is PROCESS sends itself a signal when its loop has ended."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2], ids=["SIGUSR1", "SIGUSR2"])
+@pytest.mark.parametrize("process", ["-m", "-c"], ids=["front", "engine"])
+def test_a_process_asked_what_it_does_when_all_is_stopped_exits_as_it_would_have(
+    start_server: Any, tmp_path: Path, process: str, number: int
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text(SIGNAL_WHEN_LEFT)
+    server = start_server("null", env={"PYTHONPATH": str(tmp_path), "PROCESS": process, "NUMBER": str(int(number))})
+    server.wait_line("ready")
+    server.process.send_signal(signal.SIGTERM)
+    assert server.wait() == 0
+    assert "stopped" in server.lines[-1]
+
+
 def test_a_signal_to_all_processes_at_once_is_an_orderly_stop_of_a_start(start_server: Any, tmp_path: Path) -> None:
     """A service manager may signal every process of a service at once."""
     env = signal_at_import(tmp_path, "-c", "engine.executor.runners", 1, signal.SIGSTOP)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import signal
+import socket
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -47,3 +50,28 @@ def test_no_process_runs_an_asyncio_loop_and_the_front_has_no_torch(
     assert [report["loops"] for report in reports] == [[], []]
     front = [report["modules"] for report in reports if report["argv"][0].endswith("__main__.py")]
     assert front == [[]]
+
+
+def test_a_storm_of_connections_leaves_the_descriptors_that_are_kept_from_them(
+    start_server: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "sitecustomize.py").write_text("import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (200, 200))\n")
+    path = str(tmp_path / "socket")
+    server = start_server("null", "--uds", path, env={"PYTHONPATH": str(tmp_path)})
+    server.wait_line("ready")
+    with contextlib.ExitStack() as clients:
+        os.kill(server.process.pid, signal.SIGSTOP)
+        connections = [clients.enter_context(socket.socket(socket.AF_UNIX)) for _ in range(700)]
+        for connection in connections:
+            connection.connect(path)
+        os.kill(server.process.pid, signal.SIGCONT)
+        assert connections[-1].recv(1) == b""
+        server.process.send_signal(signal.SIGTERM)
+        assert server.wait() == 0
+    assert not [line for line in server.lines if "EMFILE" in line]
+    refused = [
+        int(line.partition("connections refused: ")[2].partition(";")[0])
+        for line in server.lines
+        if "connections refused" in line
+    ]
+    assert (refused[0], sum(refused), len(refused)) == (1, 700 - (200 - 128), 2)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
+
+import trio
 
 import engine
 from engine.sampling_params import SamplingParams
-from engine.task_tree import report, telling
+from engine.task_tree import answer_signals, report, telling
 
 
 async def test_each_owner_of_state_tells_its_lines_while_its_block_lasts() -> None:
@@ -47,3 +50,19 @@ async def test_processes_tell_of_each_other_and_of_their_sockets() -> None:
     assert theirs.startswith(f"state of process {llm.ready.pid}:")
     assert "sockets:\n    requests: 0 messages pending, 0 bytes\n    outputs: 0 messages pending, 0 bytes" in theirs
     assert "engine 0:\n    alive; no step yet" in theirs
+
+
+async def test_an_application_has_its_own_handlers_back_afterwards() -> None:
+    taken: list[int] = []
+    numbers = (signal.SIGUSR1, signal.SIGUSR2)
+    before = [signal.signal(number, lambda number, frame: taken.append(number)) for number in numbers]
+    try:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(answer_signals)
+            nursery.cancel_scope.cancel()
+        for number in numbers:
+            os.kill(os.getpid(), number)
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+    assert taken == list(numbers)

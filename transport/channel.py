@@ -184,4 +184,4 @@ class RouterReceiveChannel(_AnyReceiveChannel[tuple[bytes, T]]):
         try:
             return identity, self._decoder.decode(message)
         except DecodeError as error:
-            raise DecodeError(f"from peer {identity!r}: {error}", error.payload) from error
+            raise DecodeError(f"from peer {identity.hex()}: {error}", error.payload) from error

@@ -140,7 +140,7 @@ class NonblockingSocket:
         except zmq.ZMQError as error:
             if error.errno != errno.EHOSTUNREACH:
                 raise
-            raise UnknownPeerError(f"no peer with identity {bytes(frames[0])!r} is connected") from None
+            raise UnknownPeerError(f"no peer with identity {bytes(frames[0]).hex()} is connected") from None
         return True
 
     def take(self) -> list[Frame] | None:

@@ -31,6 +31,7 @@ from transport.spawn import child_guard as child_guard
 from transport.spawn import describe_exit as describe_exit
 from transport.spawn import write_to_stderr as write_to_stderr
 
+logger = logging.getLogger(__name__)
 teardown = logging.getLogger("teardown")
 
 
@@ -128,10 +129,12 @@ async def open_child(
         raise RuntimeError(f"{name} must be opened from the main thread: a child dies with the thread that started it")
     failure: BaseException | None = None
     with contextlib.ExitStack() as stack:
-        child = Child(name, start_child(stack, argv, env or {}, orphaned_folders, pass_fds=pass_fds), on_stderr_line)
+        process, reaper = start_child(stack, argv, env or {}, orphaned_folders, pass_fds=pass_fds)
+        child = Child(name, process, on_stderr_line)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(child._attend)
+                nursery.start_soon(_tell_death, name, reaper)
                 try:
                     yield child
                 except BaseException as error:  # raised below: the nursery would wrap it in a group
@@ -175,6 +178,15 @@ class _OutputReader:
         else:
             self.ended.set()
             self.lines.flush()
+
+
+async def _tell_death(name: str, reaper: subprocess.Popen[bytes]) -> None:
+    """Log that `reaper` is no more: whatever it would have done is left undone."""
+    status = await _wait_for_exit(reaper)
+    logger.warning(
+        "%s: should this process be killed, what the child leaves behind stays",
+        describe_exit(f"the reaper of {name}", status),
+    )
 
 
 async def _wait_for_exit(process: subprocess.Popen[bytes]) -> int:

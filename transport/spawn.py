@@ -21,12 +21,12 @@ KILL_GRACE_S = 2.0
 
 _ASKING = {signal.SIGUSR1, signal.SIGUSR2}
 """Signals that ask a process what it does."""
+_UNHEARD = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM, *_ASKING}
+"""Signals that a reaper takes no notice of."""
 _PARENT_VARIABLE = "TRANSPORT_PARENT"
 _PR_SET_PDEATHSIG = 1
 _REAPER = """
 import os, signal, sys
-for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-    signal.signal(number, signal.SIG_IGN)
 os.read(0, 1)
 try:
     os.killpg(int(sys.argv[1]), signal.SIGKILL)
@@ -44,8 +44,10 @@ def start_child(
     orphaned_folders: Sequence[str],
     output: int = subprocess.PIPE,
     pass_fds: Sequence[int] = (),
-) -> subprocess.Popen[bytes]:
+) -> tuple[subprocess.Popen[bytes], subprocess.Popen[bytes]]:
     """Start `argv` and its reaper from the main thread; unwinding `stack` leaves no process and no descriptor of them.
+
+    Returns the child and its reaper, which ends only if somebody kills it.
 
     Args:
         stack: Gets what ends them.
@@ -58,7 +60,7 @@ def start_child(
     read_end, write_end = os.pipe()
     stack.callback(os.close, write_end)
     try:
-        with _asking_signals_blocked():
+        with _blocked(_ASKING):  # until its guard ignores them
             child = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,
@@ -69,23 +71,24 @@ def start_child(
                 env={**os.environ, **env, _PARENT_VARIABLE: f"{os.getpid()}:{read_end}"},
             )
         stack.callback(kill_and_reap, child)
-        reaper = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _REAPER, str(child.pid), *orphaned_folders],
-            stdin=read_end,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        with _blocked(_UNHEARD):  # for ever
+            reaper = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _REAPER, str(child.pid), *orphaned_folders],
+                stdin=read_end,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
         stack.callback(kill_and_reap, reaper)
     finally:
         os.close(read_end)
-    return child
+    return child, reaper
 
 
 @contextlib.contextmanager
-def _asking_signals_blocked() -> Iterator[None]:
-    """Have a child that is started here begin with these signals blocked, until its guard ignores them."""
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _ASKING)
+def _blocked(numbers: set[signal.Signals]) -> Iterator[None]:
+    """Have a process that is started here begin with these signals blocked, its interpreter's start included."""
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:

@@ -31,7 +31,8 @@ teardown = logging.getLogger("teardown")
 BACKLOG = 65535
 """Connections that may wait until they are accepted; the kernel takes as many as it allows (net.core.somaxconn)."""
 MAX_ACCEPTED_AT_ONCE = 64
-"""Connections accepted in one turn of the loop: a storm of them must not hold up the streams that run."""
+"""Connections accepted and not yet begun with, on all listeners together: a storm of them must not hold up the streams
+that run, nor take the descriptors that are kept from connections."""
 
 
 @contextlib.asynccontextmanager
@@ -57,12 +58,25 @@ async def open_listeners(config: ServeConfig) -> AsyncIterator[list[trio.SocketL
             listener.socket.close()
 
 
-class EagerListener(trio.abc.Listener[trio.SocketStream]):
-    """Accepts all connections that wait, up to MAX_ACCEPTED_AT_ONCE, at the price of one checkpoint."""
+class Arrivals:
+    """What the listeners of one server share.
 
-    def __init__(self, listener: trio.SocketListener) -> None:
+    Attributes:
+        num_waiting: Connections that were accepted and that nobody has begun with; who begins with one counts down.
+    """
+
+    def __init__(self) -> None:
+        """Begin with none."""
+        self.num_waiting = 0
+
+
+class EagerListener(trio.abc.Listener[trio.SocketStream]):
+    """Accepts all connections that wait at the price of one checkpoint, up to MAX_ACCEPTED_AT_ONCE of `arrivals`."""
+
+    def __init__(self, listener: trio.SocketListener, arrivals: Arrivals) -> None:
         """Accept on `listener`, which is closed with this one."""
         self._listener = listener
+        self._arrivals = arrivals
         self._accepted: deque[trio.SocketStream] = deque()
 
     async def accept(self) -> trio.SocketStream:
@@ -73,7 +87,7 @@ class EagerListener(trio.abc.Listener[trio.SocketStream]):
             OSError: As `trio.SocketListener.accept` does.
         """
         if not self._accepted:
-            self._accepted.append(await self._listener.accept())
+            self._take_in(await self._listener.accept())
             self._accept_waiting()
         return self._accepted.popleft()
 
@@ -88,11 +102,15 @@ class EagerListener(trio.abc.Listener[trio.SocketStream]):
         try:
             listening.setblocking(False)
             with contextlib.suppress(OSError):
-                while len(self._accepted) < MAX_ACCEPTED_AT_ONCE:
+                while self._arrivals.num_waiting < MAX_ACCEPTED_AT_ONCE:
                     accepted, _ = listening.accept()
-                    self._accepted.append(trio.SocketStream(trio.socket.from_stdlib_socket(accepted)))
+                    self._take_in(trio.SocketStream(trio.socket.from_stdlib_socket(accepted)))
         finally:
             listening.detach()  # it is the listener's to close
+
+    def _take_in(self, stream: trio.SocketStream) -> None:
+        self._arrivals.num_waiting += 1
+        self._accepted.append(stream)
 
 
 def close_listeners(listeners: list[trio.SocketListener]) -> None:

@@ -14,6 +14,7 @@ connection are (guard.py), with every default that hurts a server of long stream
 from __future__ import annotations
 
 import logging
+import math
 import resource
 import socket
 from collections.abc import Awaitable, Callable
@@ -32,7 +33,7 @@ from engine.config import ServeConfig
 from web.access import api_key_of
 from web.app import MAX_BODY_BYTES, create_app
 from web.guard import Connection
-from web.listeners import EagerListener, address_of
+from web.listeners import Arrivals, EagerListener, address_of
 from web.state import ServerState
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,9 @@ MAX_HEAD_BYTES = 2**16
 MAX_CONNECTIONS = 4096
 """More are closed at once; fewer where the process may not have so many descriptors open."""
 RESERVED_DESCRIPTORS = 128
-"""Kept from connections, for models, logs, sockets and the engine's process."""
+"""Kept from connections, for models, logs, sockets, the engine's process and connections that are to be refused."""
+REFUSALS_TOLD_EVERY_S = 10.0
+"""The first connection of a burst that is refused is logged at once; how many followed, after so long or more."""
 KEEP_ALIVE_PROBES = {"TCP_KEEPIDLE": 15, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3}
 """A client whose machine or network is gone says nothing: after 30 s its connection is closed."""
 READ_GRACE_S = 0.5
@@ -97,7 +100,7 @@ async def serve(
     server = _Server(app)
     async with trio.open_nursery() as connections:
         async with trio.open_nursery() as accepting:
-            eager = [EagerListener(listener) for listener in listeners]
+            eager = [EagerListener(listener, server.arrivals) for listener in listeners]
             serving = partial(trio.serve_listeners, server.handle, eager, handler_nursery=connections)
             await accepting.start(serving)
             task_status.started([address_of(listener) for listener in listeners])
@@ -143,17 +146,29 @@ async def _cancel_after(wait: Callable[[], Awaitable[None]], scope: trio.CancelS
 
 
 class _Server:
+    """The connections of one server.
+
+    Attributes:
+        arrivals: Those that were accepted and not yet handled.
+    """
+
     def __init__(self, app: QuartTrio) -> None:
+        self.arrivals = Arrivals()
         self._app = ASGIWrapper(app)
         self._config = _hypercorn_config()
         self._context = WorkerContext(max_requests=None)
         self._connections: set[Connection] = set()
         self._max_connections = _max_connections()
+        self._num_refused = 0
+        self._next_told_s = -math.inf
 
     async def handle(self, stream: trio.SocketStream) -> None:
         """Serve one connection to its end; closes `stream`."""
-        if len(self._connections) >= self._max_connections:
-            logger.warning("connection refused: %d are open, the most allowed", self._max_connections)
+        self.arrivals.num_waiting -= 1
+        is_refused = len(self._connections) >= self._max_connections
+        self._num_refused += is_refused
+        self._tell_refused(since=self._next_told_s)
+        if is_refused:
             await stream.aclose()
             return
         _probe_when_quiet(stream)
@@ -164,6 +179,14 @@ class _Server:
         finally:
             self._connections.discard(connection)
 
+    def _tell_refused(self, since: float = -math.inf) -> None:
+        """Log how many connections were refused since it was last told, if that is to be told from `since` on."""
+        now_s = trio.current_time()
+        if self._num_refused and now_s >= since:
+            text = "connections refused: %d; %d are open, the most allowed"
+            logger.warning(text, self._num_refused, self._max_connections)
+            self._num_refused, self._next_told_s = 0, now_s + REFUSALS_TOLD_EVERY_S
+
     def drop_stuck(self) -> None:
         """Drop the connections whose clients take nothing in."""
         for connection in self._connections:
@@ -171,6 +194,7 @@ class _Server:
 
     async def end_connections(self) -> None:
         """Close idle connections; let the others' responses be their last."""
+        self._tell_refused()
         await self._context.terminated.set()
         for connection in self._connections:
             connection.close_if_idle()

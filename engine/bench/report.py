@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,6 +67,10 @@ class Report:
                 lines.append(f"  {_words(name):{width}}" + "".join(f"{_number(value):>12}" for value in row))
         return "\n".join(lines) + "\n"
 
+    def as_text(self) -> str:
+        """Return the figures for programs as a JSON text."""
+        return json.dumps(self.as_json(), indent=2) + "\n"
+
     def as_json(self) -> dict[str, Any]:
         """Return the figures for programs: units are parts of the names."""
         figures = {_key(name, unit): value for name, (value, unit) in self._figures.items()}
@@ -78,27 +82,26 @@ class Report:
 
 
 @contextmanager
-def open_json(path: Path | None) -> Any:
-    """Open `path`, before anything is measured, and give what writes a report to it; nothing where it is None.
+def open_output(flag: str, path: Path | None) -> Iterator[Callable[[str], None]]:
+    """Open what `flag` names, before anything is measured, and give what writes a text to it; nothing where it is None.
 
     Raises:
         ConfigError: The file cannot be written.
     """
     if path is None:
-        yield lambda report: None
+        yield lambda text: None
         return
     try:
         file = path.open("a", encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--json {path} cannot be written: {error.strerror}") from error
+        raise ConfigError(f"{flag} {path} cannot be written: {error.strerror}") from error
     with file:
-        yield lambda report: _write(file, report)
+        yield lambda text: _write(file, text)
 
 
-def _write(file: TextIO, report: Report) -> None:
-    file.truncate(0)  # an earlier report stays until there is another one
-    json.dump(report.as_json(), file, indent=2)
-    file.write("\n")
+def _write(file: TextIO, text: str) -> None:
+    file.truncate(0)  # an earlier one stays until there is another
+    file.write(text)
 
 
 def _words(name: str) -> str:

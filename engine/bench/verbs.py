@@ -6,16 +6,17 @@ import argparse
 from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import trio
 
 from engine.bench.abort import Cuts, abort
 from engine.bench.latency import latency
 from engine.bench.perplexity import perplexity
-from engine.bench.report import Report, open_json
+from engine.bench.plot import draw
+from engine.bench.report import Report, open_output
 from engine.bench.scheduler import Sizes, scheduler
 from engine.bench.serve import serve
+from engine.bench.steps import add_steps
 from engine.bench.throughput import throughput
 from engine.bench.transport import transport
 from engine.bench.workload import Workload, check_count
@@ -29,8 +30,12 @@ from engine.signals import run_until_stopped
 def run_throughput(options: argparse.Namespace) -> int:
     """Measure in this process; a KeyboardInterrupt passes through."""
     config, workload = settings_from(options, EngineConfig), _workload(options)
-    with open_json(options.json) as write:
+    with open_output("--json", options.json) as write, open_output("--plot", options.plot) as write_plot:
         report = throughput(config, workload, is_profiled=options.profile, num_logprobs=options.logprobs)
+        if options.plot is not None:
+            panels = add_steps(report, config, workload)
+            form = "" if config.quantization == "none" else f" in {config.quantization}"
+            write_plot(draw(f"{config.model}{form}: a step that decodes, median", panels))
         _tell(report, write)
     return EXIT_OK
 
@@ -64,7 +69,7 @@ def run_perplexity(options: argparse.Namespace) -> int:
     """Measure in this process; a KeyboardInterrupt passes through."""
     check_count("--num-tokens", options.num_tokens)
     config = settings_from(options, EngineConfig)
-    with open_json(options.json) as write:
+    with open_output("--json", options.json) as write:
         _tell(perplexity(config, options.text, options.num_tokens), write)
     return EXIT_OK
 
@@ -79,7 +84,7 @@ def run_scheduler(options: argparse.Namespace) -> int:
             f"--num-blocks {sizes.num_blocks} is too few for --num-running {sizes.num_running} and --rounds "
             f"{sizes.num_rounds}: it must be at least {sizes.least_blocks}"
         )
-    with open_json(options.json) as write:
+    with open_output("--json", options.json) as write:
         _tell(scheduler(options.scheduling_policy, sizes), write)
     return EXIT_OK
 
@@ -123,13 +128,13 @@ def _run(json: Path | None, body: Callable[[trio.Event], Awaitable[Report | None
         _tell(report, write)
         return EXIT_OK
 
-    with open_json(json) as write:
+    with open_output("--json", json) as write:
         return trio.run(run_until_stopped, run)
 
 
-def _tell(report: Report, write: Callable[[Report], Any]) -> None:
+def _tell(report: Report, write: Callable[[str], None]) -> None:
     print(report.render(), end="", flush=True)
-    write(report)
+    write(report.as_text())
 
 
 BENCHES = {

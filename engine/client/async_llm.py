@@ -182,7 +182,11 @@ class AsyncLLM(AsyncVerbs):
         self._client.check_room(num_completions)
 
     def give_up(self, cause: Cause) -> None:
-        """Count the engine as dead for `cause`: every stream and waiter learns of it at once."""
+        """Count the engine as dead for `cause`: every stream and waiter learns of it at once.
+
+        Those of the engines that have requests in flight are killed.
+        """
+        self._client.kill_engines(lambda engine: engine.num_live > 0)
         self._client.declare_dead(EngineDeadError(cause))
         self._tell_end()
 
@@ -302,6 +306,7 @@ class AsyncLLM(AsyncVerbs):
             await self._ended.wait()
         if not self._ended.is_set():
             stuck = self._client.name_engines(lambda engine: not engine.has_stopped)
+            self._client.kill_engines(lambda engine: not engine.has_stopped)
             return EngineDeadError(Cause("EngineStuck", f"{stuck} did not stop within {timeout_s:g} seconds"))
         return None if self._client.has_stopped else self.death
 

@@ -47,6 +47,9 @@ class Connection(Protocol):
     def part(self, engine_index: int = 0) -> None:
         """Acknowledge an engine's last word: it may exit, and its end is no death any more."""
 
+    def kill(self, engine_index: int = 0) -> None:
+        """End an engine that is stuck at once, if it has a process; does not wait. Its end is no death any more."""
+
     async def receive(self) -> list[EngineMessage]:
         """Wait for at least one message and return all that wait; a cancelled call took none.
 
@@ -118,6 +121,8 @@ class AsyncMPClient(EngineCoreClient):
                     return outputs
         except EngineDeadError as death:
             self.declare_dead(death)
+            if self.death is not None and self.death is not death:
+                raise self.death from death
             raise
         return None
 
@@ -125,7 +130,7 @@ class AsyncMPClient(EngineCoreClient):
         """Act on `message` and return it if it holds outputs.
 
         Raises:
-            EngineDeadError: It was the last word of an engine that was not asked to end.
+            EngineDeadError: It was the last word of an engine that was not asked to end, or was given up before.
         """
         match message:
             case EngineCoreOutputs():
@@ -135,6 +140,8 @@ class AsyncMPClient(EngineCoreClient):
                 return message
             case EngineStopped():
                 self._connection.part(self.ready.engine_index)
+                if self.death is not None:  # it was given up, and speaks too late
+                    raise self.death
                 if not self._is_stopping:
                     raise EngineDeadError(Cause("EngineStopped", "the engine stopped without being asked"))
                 self.has_stopped = True
@@ -195,6 +202,13 @@ class AsyncMPClient(EngineCoreClient):
         if self.death is None:
             self._send(Shutdown())
 
+    def kill_engines(self, which: Callable[[AsyncMPClient], bool]) -> None:
+        """End at once the engines that `which` holds of, which are stuck. Does not wait."""
+        for engine in self.engines:
+            assert isinstance(engine, AsyncMPClient)
+            if which(engine):
+                self._connection.kill(engine.ready.engine_index)
+
     def name_engines(self, which: Callable[[AsyncMPClient], bool]) -> str:
         """Say for a message which engines `which` holds of."""
         return "the engine"
@@ -225,8 +239,8 @@ class AsyncMPClient(EngineCoreClient):
                 call.answered.set()
 
     def declare_dead(self, death: EngineDeadError) -> None:
-        """Count the engine as dead: every live request and waiting call has ended with `death`."""
-        self.death = death
+        """Count the engine as dead: every live request and waiting call has ended, with its first death."""
+        self.death = self.death or death
         self._live.clear()
         for call in self._calls.values():
             call.answered.set()

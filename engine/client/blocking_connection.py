@@ -139,7 +139,7 @@ class BlockingConnection:
         resources.callback(self._close_output)
         addresses = self._router.bind(f"ipc://{folder}/requests"), self._pull.bind(f"ipc://{folder}/outputs")
         argv = engine_argv(self._engine_index, *addresses)
-        child = start_child(resources, argv, {}, [folder], self._output.fileno())
+        child, _ = start_child(resources, argv, {}, [folder], self._output.fileno())
         self._child = child
         self._pidfd = os.pidfd_open(child.pid)
         resources.callback(os.close, self._pidfd)

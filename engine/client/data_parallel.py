@@ -16,6 +16,7 @@ import trio
 from engine.client.asynchronous import AsyncMPClient, Connection
 from engine.config import EngineConfig
 from engine.errors import EngineDeadError, UtilityError, UtilityTimeout
+from engine.handshake import check_sender
 from engine.metrics import SchedulerStats
 from engine.outputs import RequestId
 from engine.protocol import AbortReason, EngineCoreOutputs, EngineCoreRequest, EngineMessage, EngineReady, SessionPart
@@ -97,7 +98,12 @@ class DPAsyncMPClient(AsyncMPClient):
             engine.abort_requests(request_ids, reason)
 
     def take(self, message: EngineMessage) -> EngineCoreOutputs | None:
-        """Have the engine's own face act on `message`; all have stopped when the last one has."""
+        """Have the engine's own face act on `message`; all have stopped when the last one has.
+
+        Raises:
+            EngineDeadError: As the base; or there is no such engine.
+        """
+        check_sender(message, len(self._engines))
         engine = self._engines[message.engine_index]
         try:
             outputs = engine.take(message)
@@ -105,7 +111,7 @@ class DPAsyncMPClient(AsyncMPClient):
             raise EngineDeadError(death.cause.at(f"engine {message.engine_index}")) from None
         if engine.has_stopped and all(engine.has_stopped for engine in self._engines):
             self.has_stopped = True
-            self.death = engine.death
+            self.death = self.death or engine.death
         return outputs
 
     async def call(self, verb: Verb, timeout_s: float | None = None) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -28,6 +29,7 @@ from engine.protocol import (
     EngineReady,
     SessionPart,
 )
+from engine.sampling_params import SamplingParams
 from engine.step_failures import StepFailures
 from engine.structured_output.grammar import Grammar
 from engine.structured_output.manager import StructuredOutputManager
@@ -51,6 +53,7 @@ class InprocClient(SynchronousClient):
         self._grammars = StructuredOutputManager(config.model, ready.vocab_size)
         self._operations = Operations(core)
         self._failures = StepFailures()
+        self._turns: deque[tuple[RequestId, SamplingParams]] = deque()
         self._plan: SchedulerOutput | None = None
 
     @property
@@ -124,8 +127,8 @@ class InprocClient(SynchronousClient):
 
     def _advance(self) -> None:
         """Take one step, if there is one to take, and keep what came of it; the second to fail in a row is the end."""
+        self._compile_turns()
         with InterruptsHeld():
-            self._undo()
             plan = self._plan = self.core.plan(time.monotonic())
         launched_s = time.monotonic()
         output = None if plan is None else self._run(plan)
@@ -205,10 +208,25 @@ class InprocClient(SynchronousClient):
             plan, self._plan = self._plan, None
             self.core.fail(plan, Cause("Interrupted", "the step was interrupted"), [])
 
+    def _compile_turns(self) -> None:
+        """Undo a step that was interrupted, and give sessions whose turn asks for a form their grammar.
+
+        A compile may be interrupted: it is done again before the next step.
+        """
+        with InterruptsHeld():
+            self._undo()
+            turns = self.core.take_turns_awaiting_grammar()
+            self._turns.extend((turn.request_id, turn.sampling_params) for turn in turns)
+        while self._turns:
+            request_id, params = self._turns[0]
+            grammar = self._grammars.compile(params) if self.core.awaits_grammar(request_id) else None
+            with InterruptsHeld():
+                self._turns.popleft()
+                if grammar is not None:
+                    self.core.set_grammar(request_id, grammar)
+
     def _collect(self, step: int) -> None:
-        """Keep what the core has to say for `get_output`; sessions whose turn asks for a form get their grammar."""
-        for turn in self.core.take_turns_awaiting_grammar():
-            self.core.set_grammar(turn.request_id, self._grammars.compile(turn.sampling_params))
+        """Keep what the core has to say for `get_output`."""
         self._outputs.append(
             EngineCoreOutputs(
                 engine_index=self.ready.engine_index,

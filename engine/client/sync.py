@@ -194,5 +194,5 @@ class SyncMPClient(SynchronousClient):
                 self._end(EngineDeadError(cause))
 
     def _end(self, death: EngineDeadError) -> None:
-        """Count the engine as ended: whoever calls learns why, readers after all that had come."""
-        self.death = death
+        """Count the engine as ended, by its first death: whoever calls learns why, readers after all that had come."""
+        self.death = self.death or death

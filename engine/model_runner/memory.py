@@ -1,4 +1,4 @@
-"""How much memory this process may still take, as far as the system tells."""
+"""How much of the machine this process may take, as far as the system tells: memory, and cores."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ctypes
 import gc
 import math
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -14,6 +15,16 @@ def available_memory_bytes(proc: Path = Path("/proc"), cgroup: Path = Path("/sys
     """Return the memory that can be had without swapping: the machine's, or the control group's if that is less."""
     machine, group = _of_machine(proc), _of_control_group(proc, cgroup)
     return machine if group is None else min(machine, group)
+
+
+def num_available_cores(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the cores that this process may run on, or as many whole ones as its control groups give it time for."""
+    cores: float = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    for group in _control_groups(proc, cgroup):
+        with contextlib.suppress(OSError, ValueError):  # "max", or a group without the cpu controller
+            quota, period = map(int, (group / "cpu.max").read_text().split())
+            cores = min(cores, quota / period)
+    return max(1, int(cores))
 
 
 def held_memory_bytes(proc: Path = Path("/proc")) -> int:
@@ -45,16 +56,23 @@ def _of_machine(proc: Path) -> int:
 
 
 def _of_control_group(proc: Path, cgroup: Path) -> int | None:
-    """Return what the process's cgroup (version 2) and those above it leave; None where nothing limits."""
+    """Return what the process's control groups leave; None where nothing limits."""
+    left: float = math.inf
+    for group in _control_groups(proc, cgroup):
+        with contextlib.suppress(OSError, ValueError):  # "max", or a group without the memory controller
+            left = min(left, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return None if left == math.inf else max(0, int(left))
+
+
+def _control_groups(proc: Path, cgroup: Path) -> Iterator[Path]:
+    """Yield the folders of the process's control group (version 2) and of those above it."""
     try:
         path = (proc / "self/cgroup").read_text().splitlines()[-1].partition("::")[2]
     except (OSError, IndexError):
-        return None
+        return
     group = cgroup / path.lstrip("/")
-    left: float = math.inf
     while True:
-        with contextlib.suppress(OSError, ValueError):  # "max", or a group without the memory controller
-            left = min(left, int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        yield group
         if group == cgroup or cgroup not in group.parents:
-            return None if left == math.inf else max(0, int(left))
+            return
         group = group.parent

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import math
-import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +23,12 @@ from engine.config import EngineConfig
 from engine.errors import Cause
 from engine.kv_cache.spec import NULL_BLOCK, KVCacheSpec, choose_num_kv_blocks, num_blocks_for
 from engine.model_runner.input_batch import InputBatch, LateTokens, flatten
-from engine.model_runner.memory import available_memory_bytes, give_back_memory, held_memory_bytes
+from engine.model_runner.memory import (
+    available_memory_bytes,
+    give_back_memory,
+    held_memory_bytes,
+    num_available_cores,
+)
 from engine.models.base import Model, ModelShape
 from engine.models.checkpoint import model_digest, stored_tensors
 from engine.models.memory_estimate import refuse_what_cannot_fit
@@ -102,9 +106,10 @@ class ModelRunner:
         """
         # Engines of one front start together, on the same cores and the same memory.
         num_engines = self._config.data_parallel_size
-        torch.set_num_threads(self._config.num_threads or max(1, _num_cores() // num_engines))
+        torch.set_num_threads(self._config.num_threads or max(1, num_available_cores() // num_engines))
         num_threads = torch.get_num_threads()
-        logger.info("%d threads on %d cores, which %d engines share", num_threads, _num_cores(), num_engines)
+        shared = f", which {num_engines} engines share" if num_engines > 1 else ""
+        logger.info("threads: %d, cores: %d%s", num_threads, num_available_cores(), shared)
         progress("weights", 0, 0)
         available = available_memory_bytes() // num_engines
         own = own_shape(self._folder, self._config)
@@ -290,9 +295,3 @@ def _kv_cache_spec(shape: ModelShape, dtype: torch.dtype) -> KVCacheSpec:
         scale_size_bytes=4 if dtype == torch.int8 else 0,
         windows=shape.windows,
     )
-
-
-def _num_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

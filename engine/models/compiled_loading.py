@@ -80,9 +80,9 @@ def load_compiled(
     model = CompiledDecoder(shape, dtype, fill, rows, max_model_len, team, forms, int4)
     torch.set_num_threads(1)  # a team of torch's would spin after each little operation, on cores that ours needs
     logger.info(
-        "operations in C, layers %s (%d tensors as they are stored), head %s, keys and values %s",
+        "operations in C, layers %s%s, head %s, keys and values %s",
         forms.layers.name.lower(),
-        len(int4),
+        f" ({len(int4)} tensors as they are stored)" if int4 else "",
         forms.head.name.lower(),
         forms.pages.name.lower(),
     )

@@ -17,7 +17,7 @@ from engine.client.data_parallel import LeastInFlight
 from engine.errors import EngineDeadError, InvalidRequest, QueueFull, UtilityError, UtilityTimeout
 from engine.metrics import SchedulerStats
 from engine.outputs import FinishReason
-from engine.protocol import PauseMode
+from engine.protocol import EngineStopped, PauseMode
 from engine.sampling_params import SamplingParams
 from engine.testing import expected_tokens
 from engine.verbs import IsPaused, Sleep
@@ -69,6 +69,13 @@ def test_the_engine_with_the_fewest_requests_is_next_and_equals_take_turns() -> 
     assert routing.choose([1, 1, 0]) == 2
     assert routing.choose([3, 0, 0]) == 1
     assert routing.choose([3, 0, 0]) == 2
+
+
+async def test_a_message_of_an_engine_that_there_is_not_is_the_engines_end() -> None:
+    async with open_engines() as llm:
+        for index in (2, -1):
+            with pytest.raises(EngineDeadError, match=f"of engine {index}: the engines are numbered 0 to 1"):
+                llm._client.take(EngineStopped(index))
 
 
 async def test_equal_requests_are_spread_evenly_and_children_too(temporary_folder: Path) -> None:

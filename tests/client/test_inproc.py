@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 import engine
@@ -16,7 +17,7 @@ from engine.config import EngineConfig
 from engine.errors import QueueFull
 from engine.launch import make_client
 from engine.outputs import RequestId
-from engine.protocol import EngineCoreRequest
+from engine.protocol import EngineCoreRequest, SessionPart
 from engine.sampling_params import SamplingParams, StructuredOutputsParams
 from engine.structured_output.manager import StructuredOutputManager
 
@@ -110,3 +111,28 @@ def test_after_a_shutdown_pages_and_weights_are_free() -> None:
     gc.collect()
     assert [reference() for reference in held] == [None, None]
     llm.shutdown()
+
+
+def test_an_interrupt_comes_during_the_compile_for_a_turn_of_a_session_which_is_done_again(
+    client: InprocClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt() -> None:
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("it was held back")
+
+    session = msgspec.structs.replace(request("a", GREEDY), extras={"session": True})
+    client.add_request(session)
+    client.extend(SessionPart(session.request_id, [66], WORD))
+    compile_by(monkeypatch, interrupt)
+    outputs = iter(client.get_output, None)
+    with pytest.raises(KeyboardInterrupt):
+        list(outputs)
+    monkeypatch.undo()
+    client.extend(SessionPart(session.request_id, []))
+    token_ids = [
+        token_id
+        for outputs, _ in zip(iter(client.get_output, None), range(20), strict=False)
+        for output in outputs.outputs
+        for token_id in output.new_token_ids
+    ]
+    assert bytes(token_ids[-3:]).decode().isalpha()

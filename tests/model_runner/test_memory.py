@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.model_runner.memory import available_memory_bytes
+from engine.model_runner.memory import available_memory_bytes, num_available_cores
 
 
 @pytest.fixture
@@ -43,3 +43,19 @@ def test_where_nothing_tells_all_installed_memory_counts(tmp_path: Path) -> None
 
 def test_this_machine_tells() -> None:
     assert available_memory_bytes() > 0
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "expected"),
+    [("max 100000", "200000 100000", 2), ("150000 100000", "400000 100000", 1), ("20000 100000", "max 100000", 1)],
+)
+def test_cores_are_those_that_the_control_groups_give_time_for(
+    proc: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, outer: str, inner: str, expected: int
+) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: range(8), raising=False)
+    group = tmp_path / "cgroup" / "slice" / "service"
+    group.mkdir(parents=True)
+    assert num_available_cores(proc, tmp_path / "cgroup") == 8
+    (group.parent / "cpu.max").write_text(outer)
+    (group / "cpu.max").write_text(inner)
+    assert num_available_cores(proc, tmp_path / "cgroup") == expected

@@ -205,7 +205,8 @@ def test_a_checkpoint_in_float16_is_taken_for_bfloat16_unless_float16_is_asked_f
     copy.deepcopy(model).half().save_pretrained(tmp_path)
     with caplog.at_level("INFO"):
         runner = start(tmp_path)
-    assert "layers bfloat16" in caplog.text
+    assert "layers bfloat16, head" in caplog.text
+    assert "engines share" not in caplog.text
     assert first_token(runner, 1) == first_token(start(folder, dtype="bfloat16"), 1)
     start(tmp_path, dtype="float16")
     assert "they have no float16" in caplog.text

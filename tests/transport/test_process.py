@@ -29,6 +29,13 @@ def children_of(pid: int) -> list[int]:
     return [int(child) for task in tasks.iterdir() for child in (task / "children").read_text().split()]
 
 
+def blocked_by(pid: int) -> set[int]:
+    """The signals that a process does not hear."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    blocked = int(status.partition("SigBlk:")[2].split()[0], 16)
+    return {number for number in signal.valid_signals() if blocked >> (number - 1) & 1}
+
+
 def start_plainly(argv: list[str]) -> subprocess.Popen[bytes]:
     return subprocess.Popen(argv, stdout=subprocess.PIPE)
 
@@ -69,6 +76,26 @@ async def test_a_child_that_is_asked_what_it_does_before_its_first_line_lives(nu
             assert await child.wait() == 0
             assert await lines.next() == "set()"
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & {number}
+
+
+async def test_a_reaper_is_deaf_from_its_first_moment_on():
+    """Its interpreter's start, before the first line of its own, included."""
+    numbers = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}
+    async with open_child("engine-0", python(WAIT)) as child:
+        (reaper_pid,) = set(children_of(os.getpid())) - {child.pid}
+        assert numbers <= blocked_by(reaper_pid)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & numbers
+
+
+async def test_the_death_of_a_reaper_is_told_and_ends_nothing(monkeypatch):
+    lines = Lines()
+    monkeypatch.setattr(process_module.logger, "warning", lambda text, *values: lines(text % values))
+    async with open_child("engine-0", python(WAIT)) as child:
+        (reaper_pid,) = set(children_of(os.getpid())) - {child.pid}
+        os.kill(reaper_pid, signal.SIGKILL)
+        with trio.fail_after(5):
+            assert (await lines.next()).startswith("the reaper of engine-0 was killed by SIGKILL: ")
+        assert child.returncode is None
 
 
 async def test_a_child_that_ends_by_itself_tells_every_waiter_its_status_and_last_words():

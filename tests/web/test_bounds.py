@@ -79,6 +79,20 @@ async def test_slow_body_is_408(open_served, monkeypatch):
         assert (await stream.receive_some()).startswith(b"HTTP/1.1 408")
 
 
+async def test_a_burst_of_refused_connections_is_told_at_once_and_then_counted(open_served, monkeypatch, caplog):
+    def told():
+        return [record.getMessage() for record in caplog.records if "connections refused" in record.getMessage()]
+
+    monkeypatch.setattr(serve, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(serve, "REFUSALS_TOLD_EVERY_S", 1e9)
+    async with open_served() as served, await served.connect():
+        for _ in range(20):
+            async with await served.connect() as refused:
+                assert await refused.receive_some() == b""
+            assert told() == ["connections refused: 1; 1 are open, the most allowed"]
+    assert told()[1:] == ["connections refused: 19; 1 are open, the most allowed"]
+
+
 async def test_connections_beyond_the_limit_are_closed_and_those_within_go_on(open_served, monkeypatch):
     monkeypatch.setattr(serve, "MAX_CONNECTIONS", 2)
     async with open_served() as served, await served.connect() as first, await served.connect() as second:

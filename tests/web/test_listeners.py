@@ -12,7 +12,7 @@ import trio
 
 from engine.config import ServeConfig
 from engine.errors import ConfigError
-from web.listeners import MAX_ACCEPTED_AT_ONCE, EagerListener, address_of, open_listeners
+from web.listeners import MAX_ACCEPTED_AT_ONCE, Arrivals, EagerListener, address_of, open_listeners
 
 
 @pytest.fixture
@@ -110,7 +110,8 @@ async def test_a_host_that_is_no_address_of_this_machine_is_what_the_message_spe
 async def test_connections_that_wait_are_accepted_many_at_a_time(path, is_unix, monkeypatch):
     num_clients = 3 * MAX_ACCEPTED_AT_ONCE + 1
     config = ServeConfig(uds=str(path)) if is_unix else ServeConfig(host="127.0.0.1", port=0)
-    async with open_listeners(config) as (own,), EagerListener(own) as listener:
+    arrivals = Arrivals()
+    async with open_listeners(config) as (own,), EagerListener(own, arrivals) as listener:
         accept_one, num_waits = own.accept, 0
 
         async def accept():
@@ -124,4 +125,27 @@ async def test_connections_that_wait_are_accepted_many_at_a_time(path, is_unix, 
                 clients.enter_context(socket.socket(own.socket.family)).connect(own.socket.getsockname())
             for _ in range(num_clients):
                 await (await listener.accept()).aclose()
+                arrivals.num_waiting -= 1
         assert num_waits < num_clients / 4
+
+
+async def test_while_as_many_are_not_begun_with_as_may_be_only_one_is_accepted_at_a_time(path):
+    """So it is on all listeners together."""
+    arrivals, num_clients = Arrivals(), 2 * MAX_ACCEPTED_AT_ONCE
+    config = ServeConfig(uds=str(path))
+    async with (
+        open_listeners(config) as (own,),
+        EagerListener(own, arrivals) as first,
+        EagerListener(own, arrivals) as second,
+    ):
+        with contextlib.ExitStack() as clients:
+            for _ in range(num_clients):
+                clients.enter_context(socket.socket(own.socket.family)).connect(own.socket.getsockname())
+            streams = [await first.accept()]
+            assert arrivals.num_waiting == MAX_ACCEPTED_AT_ONCE
+            streams.append(await second.accept())
+            assert arrivals.num_waiting == MAX_ACCEPTED_AT_ONCE + 1
+            while len(streams) < num_clients:
+                streams.append(await first.accept())
+        for stream in streams:
+            await stream.aclose()

@@ -117,8 +117,7 @@ INLINE void spread_int4(const uint8_t *w, int num_groups, uint8_t *out)
     }
 }
 
-INLINE void amx_panel(const int form, const int band_rows, const linear_operation *op, int64_t row, int n,
-                      const uint8_t *panel, float *sums)
+INLINE void amx_panel(const int form, const linear_operation *op, int64_t row, int n, const uint8_t *panel, float *sums)
 {
     const int size = form == INT8 ? WIDE_GROUP : GROUP, group_bytes = form == INT8 ? size * PANEL : INT4_BYTES;
     const int num_groups = op->num_inputs / size, num_chunks = (num_groups + MOST_GROUPS - 1) / MOST_GROUPS;
@@ -127,38 +126,41 @@ INLINE void amx_panel(const int form, const int band_rows, const linear_operatio
     for (int chunk = 0, first = 0, end; chunk < num_chunks; chunk++, first = end) {
         end = num_groups * (chunk + 1) / num_chunks;
         const uint8_t *w = panel + (int64_t)first * group_bytes, *factors = w + GROUP / 2 * PANEL;
+        const char *ahead = (const char *)w + PREFETCHED_BYTES;
         if (form == INT4) {
             spread_int4(w, end - first, spread);
             w = spread;
         }
         for (int from = 0; from < n; from += 2 * BAND) {
             quantized_row x[2];
-            int num_bands = n - from > BAND ? 2 : 1;
+            const int num_bands = n - from > BAND ? 2 : 1, num_lines = from ? 0 : group_bytes / 64 / (2 * num_bands);
             for (int band = 0; band < num_bands; band++)
                 x[band] = quantized(form, op->in, row + from + band * BAND, op->num_inputs);
             const int64_t offset = (int64_t)first * BAND * size;
             amx_dots(form, end - first, x[0].bytes + offset, num_bands > 1 ? x[1].bytes + offset : NULL, w, dots);
-            const int lines = from ? 0 : group_bytes / 64 / (2 * num_bands);
-            const char *ahead = (const char *)panel + (int64_t)first * group_bytes + PREFETCHED_BYTES;
             for (int which = 0; which < 2 * num_bands; which++) {
-                quantized_row of = x[which / 2];
-                amx_scale(form, band_rows, end - first, which, dots, of.scales + first * BAND, of.sums + first * BAND,
-                          factors + which % 2 * 32, ahead + which * (end - first) * lines * 64, lines, sums + (from + which / 2 * BAND) * PANEL + which % 2 * 16);
+                const int begin = from + which / 2 * BAND, half = which % 2;
+                const float *scales = x[which / 2].scales + first * BAND, *of_groups = x[which / 2].sums + first * BAND;
+                float *of_band = sums + begin * PANEL + half * 16;
+                const uint8_t *of_half = factors + half * 32;
+                if (n - begin <= AMX_FEW_ROWS)
+                    amx_scale(form, AMX_FEW_ROWS, end - first, which, dots, scales, of_groups, of_half, ahead, num_lines, of_band);
+                else
+                    amx_scale(form, AMX_ROWS, end - first, which, dots, scales, of_groups, of_half, ahead, num_lines, of_band);
+                ahead += (int64_t)(end - first) * num_lines * 64;
             }
         }
     }
 }
 
-/* Multiply n rows with a panel; `is_few` says that no row of the operation is beyond the first AMX_FEW_ROWS. */
-static void amx_quantized(const linear_operation *op, int64_t row, int n, int is_few, const uint8_t *w, float *sums)
+/* Multiply n rows with a panel. */
+static void amx_quantized(const linear_operation *op, int64_t row, int n, const uint8_t *w, float *sums)
 {
     for (int m = 0; m < (n + BAND - 1) / BAND * BAND; m++) {
         floats first = all(op->form == INT8 ? *quantized(INT8, op->in, row + m, op->num_inputs).sums * -128.f : 0.f);
         for (int i = 0; i < PANEL; i += LANES) store(sums + m * PANEL + i, first);
     }
-    if (op->form == INT8 && is_few) amx_panel(INT8, AMX_FEW_ROWS, op, row, n, w, sums);
-    else if (op->form == INT8) amx_panel(INT8, AMX_ROWS, op, row, n, w, sums);
-    else if (is_few) amx_panel(INT4, AMX_FEW_ROWS, op, row, n, w, sums);
-    else amx_panel(INT4, AMX_ROWS, op, row, n, w, sums);
+    if (op->form == INT8) amx_panel(INT8, op, row, n, w, sums);
+    else amx_panel(INT4, op, row, n, w, sums);
 }
 #endif

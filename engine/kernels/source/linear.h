@@ -218,7 +218,7 @@ static void linear(const linear_operation *op, int64_t num_rows, int64_t begin, 
             if (most > TILE_ROWS) {
                 end = row + most < num_rows ? row + most : num_rows;
                 if (op->form == BFLOAT16) amx_bfloat16(op, row, end - row, (const uint16_t *)w, sums);
-                else amx_quantized(op, row, end - row, num_rows <= AMX_FEW_ROWS, (const uint8_t *)w, sums);
+                else amx_quantized(op, row, end - row, (const uint8_t *)w, sums);
             } else
 #endif
             {
