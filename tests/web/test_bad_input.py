@@ -62,7 +62,7 @@ BAD = {
     "regex that looks ahead": (None, {**CHAT, "structured_outputs": {"regex": "(?=a)b"}}, 400, "look-ahead"),
     "schema of an unknown type": (None, {**CHAT, "structured_outputs": {"json": {"type": "text"}}}, 400, "text"),
     "grammar without a start": (None, {**CHAT, "structured_outputs": {"grammar": 'Root ::= "a"'}}, 400, "grammar"),
-    "form that is empty": (None, {**CHAT, "structured_outputs": {"json": {}}}, 400, "not empty"),
+    "form that is empty": (None, {**CHAT, "structured_outputs": {"json": 5}}, 400, "json must be a JSON object"),
     "surrogate in a tool": (
         None,
         b'{"messages": [{"role":"user","content":"a"}], "tools": [{"type":"function","function":{"name":"\\ud800"}}]}',

@@ -69,11 +69,7 @@ REFUSED = [
         "response_format.json_schema.schema",
         "",
     ),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
-        "structured_outputs",
-        "",
-    ),
+    ({"structured_outputs": {"json": 5}}, "structured_outputs", "json must be a JSON object, got 5"),
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "got regex and choice"),
     ({"structured_outputs": {"guided_json": {}}}, "structured_outputs", "unknown field 'guided_json'"),
     ({"guided_json": {}}, "guided_json", "unknown field"),
