@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from engine.errors import CheckpointError, UnsupportedModel
@@ -73,7 +72,7 @@ class RopeConfig:
 
 def inverse_frequencies(config: RopeConfig, max_model_len: int) -> torch.Tensor:
     """Return the angle a position adds to each pair of dimensions, float32 `[dim / 2]`."""
-    exponents = torch.from_numpy(np.arange(0, config.dim, 2, dtype=np.float32)) / config.dim
+    exponents = torch.arange(0, config.dim, 2, dtype=torch.int64).float() / config.dim
     return config.scaling.frequencies(config.theta**exponents, config.theta, max_model_len)
 
 
@@ -86,11 +85,11 @@ class RotaryEmbedding:
         Raises:
             UnsupportedModel: The scaling cannot be had for so many positions.
         """
-        # Not torch.arange: where only shapes are asked for, on the meta device, that imports torch's whole compiler.
-        positions = torch.from_numpy(np.arange(max_positions, dtype=np.float32))
-        angles = positions[:, None] * inverse_frequencies(config, max_positions)
-        self.cos = (angles.cos() * config.scaling.amplitude).to(dtype)
-        self.sin = (angles.sin() * config.scaling.amplitude).to(dtype)
+        with torch.device("cpu"):  # on the meta device, where only shapes are asked for, arange imports a compiler
+            positions = torch.arange(max_positions, dtype=torch.float32)
+            angles = positions[:, None] * inverse_frequencies(config, max_positions)
+            self.cos = (angles.cos() * config.scaling.amplitude).to(dtype)
+            self.sin = (angles.sin() * config.scaling.amplitude).to(dtype)
 
     def at(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the cosines and signed sines of `positions [n]`, each `[n, 1, dim]`."""

@@ -198,7 +198,7 @@ def test_engines_of_one_front_share_cores_and_memory(
     tiny_llama: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("engine.model_runner.model_runner.available_memory_bytes", lambda: 2**22)
-    monkeypatch.setattr("engine.model_runner.model_runner._num_cores", lambda: 3)
+    monkeypatch.setattr("engine.model_runner.model_runner.num_available_cores", lambda: 3)
     num_blocks = []
     for num_engines in (1, 2, 4):
         runner = ModelRunner(EngineConfig(data_parallel_size=num_engines), tiny_llama[0])
