@@ -11,7 +11,7 @@ import numpy as np
 
 from engine.client.output_processor import Logprobs
 from engine.client.tokenizer import load_tokenizer
-from web.logprobs import LEAST, of_chat, of_completion, of_prompt
+from web.logprobs import LEAST, TextPlace, of_chat, of_completion, of_prompt
 
 
 async def test_random_bytes_come_as_the_same_text_whole_and_streamed_and_never_break_an_event(
@@ -44,5 +44,5 @@ def test_what_no_json_number_holds_is_told_as_the_least() -> None:
     tokenizer = load_tokenizer("null")
     values = np.array([[-math.inf, 0.0]], dtype=np.float32)
     told = Logprobs(np.array([[200, 65]], dtype=np.int32), values, np.array([3], dtype=np.int32))
-    for form in (of_chat(told, tokenizer, 0), of_completion(told, tokenizer, 0), of_prompt(told, tokenizer)):
+    for form in (of_chat(told, tokenizer, 0), of_completion(told, tokenizer, TextPlace(tokenizer)), of_prompt(told, tokenizer)):
         assert str(LEAST) in msgspec.json.encode(form).decode()
