@@ -44,5 +44,9 @@ def test_what_no_json_number_holds_is_told_as_the_least() -> None:
     tokenizer = load_tokenizer("null")
     values = np.array([[-math.inf, 0.0]], dtype=np.float32)
     told = Logprobs(np.array([[200, 65]], dtype=np.int32), values, np.array([3], dtype=np.int32))
-    for form in (of_chat(told, tokenizer, 0), of_completion(told, tokenizer, TextPlace(tokenizer)), of_prompt(told, tokenizer)):
+    for form in (
+        of_chat(told, tokenizer, 0),
+        of_completion(told, tokenizer, TextPlace(tokenizer)),
+        of_prompt(told, tokenizer),
+    ):
         assert str(LEAST) in msgspec.json.encode(form).decode()
