@@ -27,7 +27,7 @@ import trio
 
 from engine.bad_messages import answer_bad_message, refuse_bad_message
 from engine.config import EngineConfig
-from engine.errors import EngineDeadError
+from engine.errors import Cause, EngineDeadError
 from engine.executor.inline import InlineExecutor
 from engine.executor.runners import make_runner
 from engine.handshake import (
@@ -218,7 +218,11 @@ class ProcessConnection:
         if not self._is_starting:
             return messages
         for message in messages:
-            self._processes[message.engine_index].follow(message)
+            process = self._processes[message.engine_index]
+            if isinstance(message, EngineReady) and not process.has_spoken:  # some other engine says so
+                said = f"engine {message.engine_index} is ready before it has begun to start"
+                raise EngineDeadError(Cause("ProtocolError", said))
+            process.follow(message)
         if self._folder is not None and all(process.has_spoken for process in self._processes):
             # All ends are connected: from here on no kill can leave it behind.
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -223,6 +223,6 @@ async def test_an_engine_that_says_twice_that_it_is_ready_does_not_count_for_ano
         "of = protocol.EngineReady.of\n"
         "protocol.EngineReady.of = lambda capacity, **said: of(capacity, **said | {'engine_index': 0})\n"
     )
-    with pytest.raises(EngineDeadError, match="ProtocolError: engine 0 said twice that it is ready"):
+    with pytest.raises(EngineDeadError, match=r"ProtocolError: engine 0 (said twice that it is|is) ready"):
         async with open_engines():
             pytest.fail("it has started")
