@@ -106,8 +106,8 @@ class ModelRunner:
         """
         # Engines of one front start together, on the same cores and the same memory.
         num_engines = self._config.data_parallel_size
-        torch.set_num_threads(self._config.num_threads or max(1, num_available_cores() // num_engines))
-        num_threads = torch.get_num_threads()
+        num_threads = self._num_threads = self._config.num_threads or max(1, num_available_cores() // num_engines)
+        torch.set_num_threads(num_threads)
         shared = f", which {num_engines} engines share" if num_engines > 1 else ""
         logger.info("threads: %d, cores: %d%s", num_threads, num_available_cores(), shared)
         progress("weights", 0, 0)
@@ -163,6 +163,7 @@ class ModelRunner:
             ModelError: The folder's model is not what it was.
         """
         if SleepTag.WEIGHTS in tags and self._model is None:
+            torch.set_num_threads(self._num_threads)  # as in `start`: once loaded, a model may need fewer of torch's
             self._model = build_model(self._folder, self._config, _ignore_progress).model
         if SleepTag.KV_CACHE in tags and not self.attention.size_bytes:
             self.attention = self._make_attention()

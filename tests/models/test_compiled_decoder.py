@@ -210,3 +210,13 @@ def test_a_checkpoint_in_float16_is_taken_for_bfloat16_unless_float16_is_asked_f
     assert first_token(runner, 1) == first_token(start(folder, dtype="bfloat16"), 1)
     start(tmp_path, dtype="float16")
     assert "they have no float16" in caplog.text
+
+
+def test_it_has_as_many_threads_after_it_has_slept(make_checkpoint: Any) -> None:
+    config = EngineConfig(num_threads=2, num_gpu_blocks_override=40, max_model_len=64, kernels="compiled")
+    runner = ModelRunner(config, make_checkpoint("llama", **HEADS)[0])
+    runner.start(lambda *call: None)
+    runner.sleep(2)
+    runner.wake_up([SleepTag.WEIGHTS, SleepTag.KV_CACHE])
+    assert isinstance(runner._model, CompiledDecoder)
+    assert runner._model._team.num_threads == 2
