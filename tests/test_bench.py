@@ -179,7 +179,7 @@ def test_steps_are_timed_by_context_and_by_requests(model: str, byte_llama: Path
         (
             "abort",
             ["--num-streams", "4", "--max-num-seqs", "3", "--rounds", "2", "--within-ms", "50"],
-            ["cuts", "releases", "seen_to_free_p99_in_steps"],
+            ["cuts", "departures", "bursts", "all_leave_seen_to_free_p99_in_steps"],
             ["times"],
         ),
     ],
@@ -204,7 +204,7 @@ async def test_the_abort_bench_ends_when_its_time_is_over(monkeypatch: pytest.Mo
     with trio.fail_after(60):
         report = await abort(EngineConfig(model="null", log_level="warning"), None, Cuts(2, 1000, 0.01, 0), 4, 4)
     figures = report.as_json()["figures"]
-    assert (figures["cuts"], figures["releases"]) == (2, 1)
+    assert (figures["cuts"], figures["departures"], figures["bursts"]) == (2, 1, 1)
     assert figures["answer_after_the_cuts_ms"] > 0
 
 

@@ -3,22 +3,26 @@
 The end is seen from outside, on `/metrics`, asked again as soon as it has answered: that asks nothing of the engine,
 which has to find out by itself. So the times are at most one round trip too long.
 
-Then the same without HTTP, where one can see to a fraction of a millisecond how long the engine holds blocks: streams,
-a task each, are all cancelled at a moment of a step. `left to free` is what a caller sees, of every stream for itself:
-from its leaving, just before its own abort is queued, to the engine's word that no block is in use any more, not even
-of the stream that left last. `cancelled to free` has the same end and begins with the cancellation of them all; between
-the two Trio ends the tasks before one's own. `seen to free` is the engine's share, by its own clock, from the arrival
-of the first abort; `outside the engine` what is left of each stream's time without it. All but the last may take what
-is left of a step that was under way, so the time of a step is shown beside them, by the engine's clock too: from one
-launch to the next.
+Then the same without HTTP, where one can see to a fraction of a millisecond how long the engine holds blocks (see
+leaving.py). `one leaves`: of all streams, which run on, one leaves at a moment of a step, and another takes its place.
+It is what a caller sees, from the leaving, just before the abort is queued, to the engine's word that its place and
+blocks are free. That is what the bar is on.
+
+`all leave`: all streams are cancelled at one moment of a step. `left to free` is what a caller sees, of every stream
+for itself: from its leaving to the engine's word that no block is in use any more, not even of the stream that left
+last. `cancelled to free` has the same end and begins with the cancellation of them all; between the two Trio ends the
+tasks before one's own. `seen to free` is the engine's share, by its own clock, from the arrival of the first abort;
+`outside the engine` what is left of each stream's time without it.
+
+All but the last may take what is left of a step that was under way, so the time of a step is shown beside them, by the
+engine's clock too: from one launch to the next.
 """
 
 from __future__ import annotations
 
 import random
-import secrets
 import tempfile
-from itertools import count, pairwise
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -28,22 +32,22 @@ import trio
 from tqdm import tqdm
 
 from engine.bench.http_client import check, get, open_answer
+from engine.bench.leaving import Burst, EngineTimes, leave_all, leave_one_by_one, output_len_of, take_traces
 from engine.bench.report import Report
 from engine.bench.serve import completion_body, read_stream
 from engine.bench.server import Server, open_server
 from engine.bench.workload import StreamTimes, Workload
-from engine.client.async_llm import AsyncLLM
 from engine.config import EngineConfig
 from engine.errors import Cause, EngineDeadError
 from engine.launch import open_engine
 
-NUM_TIMED_STEPS = 8
-NUM_RELEASES = 100
-"""How often the streams without HTTP are left: of fewer a 99th percentile says little."""
+NUM_BURSTS = 100
+"""How often all streams without HTTP are left at once."""
 MEASURED_S = 80.0
-"""With a model that needs longer, rounds, which get half of it, and releases are fewer; the report says how many."""
+"""With a model that needs longer there are fewer rounds, which get half of it, departures, which get half of what is
+left then or more, and bursts; the report says how many."""
 MAX_BEYOND_A_STEP_MS = 3.0
-"""How long after its leaving, beyond the median step, 99 of 100 streams may still hold blocks."""
+"""How long after its leaving, beyond the median step, 99 of 100 streams that leave alone may still hold blocks."""
 GIVE_UP_S = 10.0
 """A server that still holds something after so long has leaked it."""
 _GAUGES = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc")
@@ -90,114 +94,61 @@ async def abort(config: EngineConfig, url: str | None, cuts: Cuts, input_len: in
         report.add("answer_after_the_cuts", 1000 * after.whole_s[0], "ms")
         report.add_times("until_idle", idle_s)
     if url is None:
-        await _add_releases(report, config, cuts, input_len, until_s)
+        await _add_leaving(report, config, cuts, input_len, until_s)
     return report
 
 
-async def _add_releases(report: Report, config: EngineConfig, cuts: Cuts, input_len: int, until_s: float) -> None:
-    """Add how long blocks are held once their streams, which all run and do not end before, were left; and a step.
+async def _add_leaving(report: Report, config: EngineConfig, cuts: Cuts, input_len: int, until_s: float) -> None:
+    """Add how long blocks are held once one stream of many was left, once all were left at once; and a step.
 
-    No release begins after `until_s` but the first.
+    Nothing begins after `until_s` but the first burst, of which some of the time is kept for others.
     """
     draw = random.Random(cuts.seed)
     num_streams = min(cuts.num_streams, config.max_num_seqs * config.data_parallel_size)
-    releases: list[_Release] = []
-    with tempfile.TemporaryDirectory() as folder:
-        async with open_engine(**msgspec.structs.asdict(config) | {"profile_dir": folder}) as llm:
+    num_rows = num_streams // config.data_parallel_size
+    bursts: list[Burst] = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        async with open_engine(**msgspec.structs.asdict(config) | {"profile_dir": name}) as llm:
+            workload = Workload(num_streams, input_len, output_len_of(llm, input_len), cuts.seed)
             await llm.start_profile()
-            for index in tqdm(range(NUM_RELEASES), desc="Releases", unit="release", disable=None):
-                workload = Workload(num_streams, input_len, llm.ready.max_model_len - input_len, cuts.seed + index)
-                release = _Release(llm, workload)
-                await release.run(draw)
-                releases.append(release)
+            departures_s = await leave_one_by_one(llm, workload, draw, until_s - MEASURED_S / 4)
+            await llm.stop_profile()
+            step_s = float(np.median(take_traces(folder, num_rows).steps_s))
+            await llm.start_profile()
+            for index in tqdm(range(NUM_BURSTS), desc="Bursts", unit="burst", disable=None):
+                bursts.append(await leave_all(llm, workload._replace(seed=cuts.seed + index), draw))
                 if trio.current_time() > until_s:
                     break
             await llm.stop_profile()
-        seen_s, steps_s = _read_traces(Path(folder), num_streams // config.data_parallel_size)
-    step_s = float(np.median(steps_s))
-    left_s = [release.free_s - left_s for release in releases for left_s in release.left_s]
-    report.add("releases", len(releases))
-    beyond_ms = 1000 * (float(np.percentile(left_s, 99)) - step_s)
-    report.add("left_to_free_p99_beyond_one_step", beyond_ms, "ms")
-    report.add_verdict(f"under_{MAX_BEYOND_A_STEP_MS:g}_ms", beyond_ms < MAX_BEYOND_A_STEP_MS)
-    report.add("seen_to_free_p99_in_steps", float(np.percentile(seen_s, 99)) / step_s)
-    report.add_times("left_to_free", left_s)
-    report.add_times("cancelled_to_free", [release.free_s - release.cancelled_s for release in releases])
-    report.add_times("seen_to_free", seen_s)
-    if len(seen_s) == len(releases):  # of several engines each tells its own
+        times = take_traces(folder, num_rows)
+    report.add("departures", len(departures_s))
+    beyond_ms = 1000 * (float(np.percentile(departures_s, 99)) - step_s)
+    report.add("one_leaves_p99_beyond_one_step", beyond_ms, "ms")
+    report.add_verdict(f"one_leaves_under_{MAX_BEYOND_A_STEP_MS:g}_ms", beyond_ms < MAX_BEYOND_A_STEP_MS)
+    report.add_times("one_leaves_left_to_free", departures_s)
+    _add_bursts(report, bursts, times)
+    report.add_times("one_step", times.steps_s)
+
+
+def _add_bursts(report: Report, bursts: Sequence[Burst], times: EngineTimes) -> None:
+    """Add what the leaving of all at once was like for the callers, and for the engines by their own clocks."""
+    step_s = float(np.median(times.steps_s))
+    left_s = [burst.free_s - left_s for burst in bursts for left_s in burst.left_s]
+    report.add("bursts", len(bursts))
+    report.add("all_leave_p99_beyond_one_step", 1000 * (float(np.percentile(left_s, 99)) - step_s), "ms")
+    report.add("all_leave_seen_to_free_p99_in_steps", float(np.percentile(times.seen_to_free_s, 99)) / step_s)
+    report.add_verdict("all_leave_free_before_another_step", not any(times.num_steps_between))
+    report.add_times("all_leave_left_to_free", left_s)
+    report.add_times("all_leave_cancelled_to_free", [burst.free_s - burst.cancelled_s for burst in bursts])
+    report.add_times("all_leave_seen_to_free", times.seen_to_free_s)
+    if len(times.seen_to_free_s) == len(bursts):  # of several engines each tells its own
         outside_s = [
-            release.free_s - left_s - engine_s
-            for release, engine_s in zip(releases, seen_s, strict=True)
-            for left_s in release.left_s
+            burst.free_s - left_s - engine_s
+            for burst, engine_s in zip(bursts, times.seen_to_free_s, strict=True)
+            for left_s in burst.left_s
         ]
-        report.add_times("outside_the_engine", outside_s)
-    report.add_times("one_step", steps_s)
-
-
-class _Release:
-    """All streams of a workload, of which none ends before, left at once.
-
-    Attributes:
-        cancelled_s: When they were cancelled, by Trio's clock, as all times here.
-        left_s: When each was left.
-        free_s: When the engine had said that no block was in use any more.
-    """
-
-    def __init__(self, llm: AsyncLLM, workload: Workload) -> None:
-        """Let `llm` generate for `workload` once it is run."""
-        self.cancelled_s = self.free_s = 0.0
-        self.left_s: list[float] = []
-        self._llm = llm
-        self._workload = workload
-        self._num_begun = 0
-        self._all_began = trio.Event()
-
-    async def run(self, draw: random.Random) -> None:
-        """Begin all, let them run for some steps, leave them at a drawn moment of one and wait until all is free."""
-        async with trio.open_nursery() as nursery:
-            for prompt in self._workload.prompts(self._llm.ready.vocab_size):
-                nursery.start_soon(self._read_until_left, prompt)
-            await self._all_began.wait()
-            began_s, steps = trio.current_time(), count()
-            await self._llm.wait_for_stats(lambda _: next(steps) == NUM_TIMED_STEPS)
-            await trio.sleep(draw.random() * (trio.current_time() - began_s) / NUM_TIMED_STEPS)
-            self.cancelled_s = trio.current_time()
-            nursery.cancel_scope.cancel()
-        await self._llm.wait_for_stats(lambda stats: not (self._llm.num_live or stats.num_used_blocks))
-        self.free_s = trio.current_time()
-
-    async def _read_until_left(self, prompt: list[int]) -> None:
-        params = self._workload.params()
-        async with self._llm.generate(prompt, params, cache_salt=secrets.token_hex(8)) as stream:
-            try:
-                await anext(stream)
-                self._num_begun += 1
-                if self._num_begun == self._workload.num_prompts:
-                    self._all_began.set()
-                async for _ in stream:
-                    pass
-            finally:
-                self.left_s.append(trio.current_time())
-
-
-def _read_traces(folder: Path, num_rows: int) -> tuple[list[float], list[float]]:
-    """Return from the engines' own traces the seconds from aborts to blocks free, and those of steps of `num_rows`."""
-    free_s: list[float] = []
-    steps_s: list[float] = []
-    for path in folder.iterdir():
-        events = msgspec.json.decode(path.read_bytes())["traceEvents"]
-        steps = [event for event in events if event["tid"] == "steps"]
-        for step, following in pairwise(steps):
-            if step["args"] == following["args"] == {"num_requests": num_rows, "num_tokens": num_rows}:
-                steps_s.append((following["ts"] - step["ts"]) / 1e6)
-        aborted_at: float | None = None
-        for event in events:
-            if event["name"] == "abort" and aborted_at is None:
-                aborted_at = event["ts"]
-            elif event["name"] == "blocks" and event["args"]["num_used"] == 0 and aborted_at is not None:
-                free_s.append((event["ts"] - aborted_at) / 1e6)
-                aborted_at = None
-    return free_s, steps_s
+        report.add_times("all_leave_outside_the_engine", outside_s)
 
 
 async def _cut_all(server: Server, workload: Workload, cuts: Cuts, draw: random.Random) -> None:
