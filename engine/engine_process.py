@@ -143,10 +143,9 @@ class ProcessConnection:
         """Wait for messages; raises EngineDeadError once a process has ended and all that had come was returned."""
         if self._dead is None:
             with trio.CancelScope() as self._waiting:
-                messages = await self._receiver.receive_many(MAX_RECEIVED)
-                for message in messages:
-                    check_sender(message, len(self._processes))
-                return self._follow(messages)
+                messages = self._checked(await self._receiver.receive_many(MAX_RECEIVED))
+                if messages:
+                    return self._follow(messages)
         assert self._dead is not None
         if not self._is_drained:
             self._is_drained = True
@@ -203,6 +202,16 @@ class ProcessConnection:
             how = f"starting: {process.phase}" if process.phase else "leaving" if process.has_parted else "alive"
             yield f"{process.name}, process {process.pid}: {'dead' if process.has_ended else how}"
         yield from _describe_sockets({"requests": self._router})
+
+    def _checked(self, messages: list[EngineMessage]) -> list[EngineMessage]:
+        """Return what came before a message of an engine that there is not, which ends every wait after that."""
+        for position, message in enumerate(messages):
+            try:
+                check_sender(message, len(self._processes))
+            except EngineDeadError as error:
+                self._dead, self._is_drained = lambda refusal=error: refusal, True
+                return messages[:position]
+        return messages
 
     def _take_waiting(self) -> list[EngineMessage]:
         messages = []

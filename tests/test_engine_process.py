@@ -197,21 +197,34 @@ async def test_what_a_dead_engine_said_before_a_message_that_cannot_be_read_coun
                 await connection.receive()
 
 
+@pytest.mark.parametrize("is_starting", [True, False])
 @pytest.mark.parametrize("index", [2, -1, 2**40])
-async def test_a_message_of_an_engine_that_there_is_not_is_refused_with_its_number_and_the_limit(index: int) -> None:
+async def test_a_message_of_an_engine_that_there_is_not_is_refused_by_name_once_those_before_it_are_taken(
+    index: int, is_starting: bool
+) -> None:
     folder = tempfile.mkdtemp()
     said = f"ProtocolError: refused an EngineCoreOutputs of engine {index}: the engines are numbered 0 to 1"
     async with open_context() as context:
         router, pull = ZmqSocket(context, SocketKind.ROUTER), ZmqSocket(context, SocketKind.PULL)
         async with router, pull:
             connection = ProcessConnection(router, pull, 2, folder)
-            frames = Encoder().encode(EngineCoreOutputs(index, 1))
-            for is_starting in (True, False):
-                connection._is_starting = is_starting
-                connection._receiver._undecoded.append(frames)
+            refused, good = EngineCoreOutputs(index, 1), EngineCoreOutputs(1, 1)
+            connection._is_starting = is_starting
+            connection._receiver._undecoded.extend(map(Encoder().encode, [good, refused, good]))
+            assert await connection.receive() == [good]
+            for _ in range(2):
                 with pytest.raises(EngineDeadError, match=said):
                     await connection.receive()
-            connection._receiver._undecoded.append(frames)
+    shutil.rmtree(folder)
+
+
+async def test_a_dead_engine_counts_as_dead_for_its_own_reason_whatever_came_of_one_that_there_is_not() -> None:
+    folder = tempfile.mkdtemp()
+    async with open_context() as context:
+        router, pull = ZmqSocket(context, SocketKind.ROUTER), ZmqSocket(context, SocketKind.PULL)
+        async with router, pull:
+            connection = ProcessConnection(router, pull, 2, folder)
+            connection._receiver._undecoded.append(Encoder().encode(EngineCoreOutputs(2, 1)))
             connection._dead = lambda: EngineDeadError(Cause("EngineDied", "engine-0 was killed"))
             with pytest.raises(EngineDeadError, match="engine-0 was killed"):
                 await connection.receive()
