@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -46,6 +45,20 @@ async def open_engines(number: int = 2, **settings: Any) -> AsyncIterator[Any]:
     with trio.fail_after(60):  # a test that hangs fails
         async with engine.open_engine("null", data_parallel_size=number, **settings) as llm:
             yield llm
+
+
+@asynccontextmanager
+async def open_connection(
+    num_engines: int, identity: bytes | None = None
+) -> AsyncIterator[tuple[ProcessConnection, ZmqSocket]]:
+    """Give what a front has of engines, of which there are none, and a socket of that identity to say hello on."""
+    with tempfile.TemporaryDirectory() as folder:
+        async with open_context() as context:
+            router, pull = ZmqSocket(context, SocketKind.ROUTER), ZmqSocket(context, SocketKind.PULL)
+            dealer = ZmqSocket(context, SocketKind.DEALER, identity=identity)
+            async with router, pull, dealer:
+                dealer.connect(router.bind(f"ipc://{folder}/requests"))
+                yield ProcessConnection(router, pull, num_engines, folder), dealer
 
 
 async def test_each_engines_phases_are_told_with_its_number() -> None:
@@ -149,52 +162,34 @@ async def test_a_start_that_is_cancelled_leaves_nothing() -> None:
 async def test_a_hello_that_none_of_the_engines_would_say_is_refused_by_name(
     identity: bytes, hello: EngineHello, text: str
 ) -> None:
-    folder = tempfile.mkdtemp()
-    async with open_context() as context:
-        router, pull = ZmqSocket(context, SocketKind.ROUTER), ZmqSocket(context, SocketKind.PULL)
-        dealer = ZmqSocket(context, SocketKind.DEALER, identity=identity)
-        async with router, pull, dealer:
-            dealer.connect(router.bind(f"ipc://{folder}/requests"))
-            connection = ProcessConnection(router, pull, 2, folder)
-            for process in connection._processes:
-                process.pid = os.getpid()
-                process.started.set()
-            await SendChannel[EngineHello](dealer).send(hello)
-            with trio.fail_after(5), pytest.raises(EngineDeadError, match=text) as raised:
-                await connection.greet(EngineConfig(model="null", data_parallel_size=2))
-            assert f"refused a hello of process {hello.pid}" in str(raised.value)
-    shutil.rmtree(folder)
+    async with open_connection(2, identity) as (connection, dealer):
+        for process in connection._processes:
+            process.pid = os.getpid()
+            process.started.set()
+        await SendChannel[EngineHello](dealer).send(hello)
+        with trio.fail_after(5), pytest.raises(EngineDeadError, match=text) as raised:
+            await connection.greet(EngineConfig(model="null", data_parallel_size=2))
+    assert f"refused a hello of process {hello.pid}" in str(raised.value)
 
 
 async def test_a_hello_that_cannot_be_decoded_ends_the_start_by_name() -> None:
-    folder = tempfile.mkdtemp()
-    async with open_context() as context:
-        router, pull = ZmqSocket(context, SocketKind.ROUTER), ZmqSocket(context, SocketKind.PULL)
-        dealer = ZmqSocket(context, SocketKind.DEALER, identity=identity_of(0))
-        async with router, pull, dealer:
-            dealer.connect(router.bind(f"ipc://{folder}/requests"))
-            connection = ProcessConnection(router, pull, 1, folder)
-            connection._processes[0].started.set()
-            await dealer.send([b"\x93good day"])
-            text = "a hello that cannot be decoded: from peer 0000: "
-            with trio.fail_after(5), pytest.raises(EngineDeadError, match=text):
-                await connection.greet(EngineConfig(model="null"))
-    shutil.rmtree(folder)
+    async with open_connection(1, identity_of(0)) as (connection, dealer):
+        connection._processes[0].started.set()
+        await dealer.send([b"\x93good day"])
+        text = "a hello that cannot be decoded: from peer 0000: "
+        with trio.fail_after(5), pytest.raises(EngineDeadError, match=text):
+            await connection.greet(EngineConfig(model="null"))
 
 
 async def test_what_a_dead_engine_said_before_a_message_that_cannot_be_read_counts() -> None:
-    folder = tempfile.mkdtemp()
-    async with open_context() as context:
-        router, pull = ZmqSocket(context, SocketKind.ROUTER), ZmqSocket(context, SocketKind.PULL)
-        async with router, pull:
-            connection = ProcessConnection(router, pull, 1, folder)
-            said = [EngineCoreOutputs(0, step) for step in (1, 2)]
-            frames = [Encoder().encode(message) for message in said]
-            connection._receiver._undecoded.extend([*frames, [b"\xc1"]])
-            connection._dead = lambda: EngineDeadError(Cause("EngineDied", "engine-0 was killed"))
-            assert await connection.receive() == said
-            with pytest.raises(EngineDeadError, match="engine-0 was killed"):
-                await connection.receive()
+    async with open_connection(1) as (connection, _):
+        said = [EngineCoreOutputs(0, step) for step in (1, 2)]
+        frames = [Encoder().encode(message) for message in said]
+        connection._receiver._undecoded.extend([*frames, [b"\xc1"]])
+        connection._dead = lambda: EngineDeadError(Cause("EngineDied", "engine-0 was killed"))
+        assert await connection.receive() == said
+        with pytest.raises(EngineDeadError, match="engine-0 was killed"):
+            await connection.receive()
 
 
 @pytest.mark.parametrize("is_starting", [True, False])
@@ -202,33 +197,23 @@ async def test_what_a_dead_engine_said_before_a_message_that_cannot_be_read_coun
 async def test_a_message_of_an_engine_that_there_is_not_is_refused_by_name_once_those_before_it_are_taken(
     index: int, is_starting: bool
 ) -> None:
-    folder = tempfile.mkdtemp()
     said = f"ProtocolError: refused an EngineCoreOutputs of engine {index}: the engines are numbered 0 to 1"
-    async with open_context() as context:
-        router, pull = ZmqSocket(context, SocketKind.ROUTER), ZmqSocket(context, SocketKind.PULL)
-        async with router, pull:
-            connection = ProcessConnection(router, pull, 2, folder)
-            refused, good = EngineCoreOutputs(index, 1), EngineCoreOutputs(1, 1)
-            connection._is_starting = is_starting
-            connection._receiver._undecoded.extend(map(Encoder().encode, [good, refused, good]))
-            assert await connection.receive() == [good]
-            for _ in range(2):
-                with pytest.raises(EngineDeadError, match=said):
-                    await connection.receive()
-    shutil.rmtree(folder)
+    async with open_connection(2) as (connection, _):
+        refused, good = EngineCoreOutputs(index, 1), EngineCoreOutputs(1, 1)
+        connection._is_starting = is_starting
+        connection._receiver._undecoded.extend(Encoder().encode(message) for message in (good, refused, good))
+        assert await connection.receive() == [good]
+        for _ in range(2):
+            with pytest.raises(EngineDeadError, match=said):
+                await connection.receive()
 
 
 async def test_a_dead_engine_counts_as_dead_for_its_own_reason_whatever_came_of_one_that_there_is_not() -> None:
-    folder = tempfile.mkdtemp()
-    async with open_context() as context:
-        router, pull = ZmqSocket(context, SocketKind.ROUTER), ZmqSocket(context, SocketKind.PULL)
-        async with router, pull:
-            connection = ProcessConnection(router, pull, 2, folder)
-            connection._receiver._undecoded.append(Encoder().encode(EngineCoreOutputs(2, 1)))
-            connection._dead = lambda: EngineDeadError(Cause("EngineDied", "engine-0 was killed"))
-            with pytest.raises(EngineDeadError, match="engine-0 was killed"):
-                await connection.receive()
-    shutil.rmtree(folder)
+    async with open_connection(2) as (connection, _):
+        connection._receiver._undecoded.append(Encoder().encode(EngineCoreOutputs(2, 1)))
+        connection._dead = lambda: EngineDeadError(Cause("EngineDied", "engine-0 was killed"))
+        with pytest.raises(EngineDeadError, match="engine-0 was killed"):
+            await connection.receive()
 
 
 async def test_an_engine_that_says_twice_that_it_is_ready_does_not_count_for_another(change_engines: Any) -> None:

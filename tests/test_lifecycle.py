@@ -158,21 +158,19 @@ def test_an_engine_signalled_while_it_starts_is_the_cause(start_server: Any, tmp
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2], ids=["SIGUSR1", "SIGUSR2"])
-@pytest.mark.parametrize("at_import", [1, 200])
-def test_an_engine_asked_what_it_does_while_it_starts_starts_all_the_same(
-    start_server: Any, tmp_path: Path, at_import: int, number: int
+@pytest.mark.parametrize(
+    ("process", "from_module", "at_import"),
+    [
+        ("-m", "engine.cli", 1),
+        ("-m", "engine.cli", 300),
+        ("-c", "engine.engine_process", 1),
+        ("-c", "engine.engine_process", 200),
+    ],
+)
+def test_a_process_asked_what_it_does_while_it_is_imported_starts_all_the_same(
+    start_server: Any, tmp_path: Path, process: str, from_module: str, at_import: int, number: int
 ) -> None:
-    server = start_server("null", env=signal_at_import(tmp_path, "-c", "engine.engine_process", at_import, number))
-    with server.post("/v1/completions", {"prompt": "x"}) as response:
-        assert response.status == 200
-
-
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2], ids=["SIGUSR1", "SIGUSR2"])
-@pytest.mark.parametrize("at_import", [1, 300])
-def test_a_server_asked_what_it_does_while_it_is_imported_starts_all_the_same(
-    start_server: Any, tmp_path: Path, at_import: int, number: int
-) -> None:
-    server = start_server("null", env=signal_at_import(tmp_path, "-m", "engine.cli", at_import, number))
+    server = start_server("null", env=signal_at_import(tmp_path, process, from_module, at_import, number))
     with server.post("/v1/completions", {"prompt": "x"}) as response:
         assert response.status == 200
 
