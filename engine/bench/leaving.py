@@ -22,7 +22,6 @@ from engine.bench.workload import Workload
 from engine.client.async_llm import AsyncLLM
 from engine.client.stream import Stream
 from engine.errors import ConfigError
-from engine.metrics import SchedulerStats
 
 NUM_DEPARTURES = 400
 """How often one stream of all leaves: of fewer a 99th percentile says little."""
@@ -79,14 +78,13 @@ class RunningStreams:
         return self._running[0].stream.usage.completion_tokens > self._workload.output_len - MIN_OUTPUT_LEN
 
     async def leave_oldest(self) -> None:
-        """Leave the oldest stream; return once the engine has said that its place and blocks are free."""
-        num_left = len(self._running) - 1
+        """Leave the oldest stream; return once the engine has said that its place and blocks are free.
 
-        def is_free(stats: SchedulerStats) -> bool:
-            return stats.num_running + stats.num_waiting <= num_left
-
+        An engine takes aborts between a step and its commit, which lets go of the blocks: it tells of both at once.
+        """
         self._running.popleft().scope.cancel()
-        await self._llm.wait_for_stats(is_free)
+        num_left = len(self._running)
+        await self._llm.wait_for_stats(lambda stats: stats.num_running + stats.num_waiting <= num_left)
 
     async def _begin_one(self, prompt: list[int]) -> None:
         self._running.append(await self._nursery.start(self._read_until_left, prompt))
@@ -116,11 +114,11 @@ async def leave_one_by_one(llm: AsyncLLM, workload: Workload, draw: random.Rando
         await streams.begin(prompts[: workload.num_prompts])
         step_s = await _time_steps(llm)
         for prompt in tqdm(prompts[workload.num_prompts :], desc="Departures", unit="departure", disable=None):
+            if streams.may_end or (free_s and trio.current_time() > until_s):
+                break
             await trio.sleep(draw.random() * step_s)
             await streams.leave_oldest()
             free_s.append(trio.current_time() - streams.left_s[-1])
-            if streams.may_end or trio.current_time() > until_s:
-                break
             await streams.begin([prompt])
         nursery.cancel_scope.cancel()
     await _wait_free(llm)
