@@ -77,14 +77,15 @@ class RunningStreams:
         """Whether the oldest is so long that it might come to its own end before it is left."""
         return self._running[0].stream.usage.completion_tokens > self._workload.output_len - MIN_OUTPUT_LEN
 
-    async def leave_oldest(self) -> None:
-        """Leave the oldest stream; return once the engine has said that its place and blocks are free.
+    async def leave_oldest(self) -> float:
+        """Leave the oldest stream; return how long after that the engine's word came that place and blocks are free.
 
         An engine takes aborts between a step and its commit, which lets go of the blocks: it tells of both at once.
         """
         self._running.popleft().scope.cancel()
         num_left = len(self._running)
         await self._llm.wait_for_stats(lambda stats: stats.num_running + stats.num_waiting <= num_left)
+        return self._llm.last_message_s - self.left_s[-1]
 
     async def _begin_one(self, prompt: list[int]) -> None:
         self._running.append(await self._nursery.start(self._read_until_left, prompt))
@@ -117,8 +118,7 @@ async def leave_one_by_one(llm: AsyncLLM, workload: Workload, draw: random.Rando
             if streams.may_end or (free_s and trio.current_time() > until_s):
                 break
             await trio.sleep(draw.random() * step_s)
-            await streams.leave_oldest()
-            free_s.append(trio.current_time() - streams.left_s[-1])
+            free_s.append(await streams.leave_oldest())
             await streams.begin([prompt])
         nursery.cancel_scope.cancel()
     await _wait_free(llm)
@@ -148,7 +148,7 @@ async def leave_all(llm: AsyncLLM, workload: Workload, draw: random.Random) -> B
         cancelled_s = trio.current_time()
         nursery.cancel_scope.cancel()
     await _wait_free(llm)
-    return Burst(cancelled_s, streams.left_s, trio.current_time())
+    return Burst(cancelled_s, streams.left_s, llm.last_message_s)
 
 
 class EngineTimes(NamedTuple):
@@ -157,7 +157,8 @@ class EngineTimes(NamedTuple):
     Attributes:
         steps_s: From one launch to the next, of steps in which every stream got a token.
         seen_to_free_s: From the arrival of the first abort of a burst until no block was in use.
-        num_steps_between: How many steps were launched between the arrival of its last abort and that moment, a burst.
+        num_steps_between: How many steps of requests were launched between the arrival of its last abort and that
+            moment, a burst.
     """
 
     steps_s: list[float]
@@ -180,7 +181,8 @@ def take_traces(folder: Path, num_rows: int) -> EngineTimes:
                 aborted_at.append(event["ts"])
             elif event["name"] == "blocks" and event["args"]["num_used"] == 0 and aborted_at:
                 times.seen_to_free_s.append((event["ts"] - aborted_at[0]) / 1e6)
-                times.num_steps_between.append(sum(aborted_at[-1] < step["ts"] < event["ts"] for step in steps))
+                launched = [step["ts"] for step in steps if step["args"]["num_requests"]]
+                times.num_steps_between.append(sum(aborted_at[-1] < at < event["ts"] for at in launched))
                 aborted_at.clear()
         path.unlink()
     return times

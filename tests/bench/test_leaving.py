@@ -128,6 +128,7 @@ def test_a_step_that_begins_between_the_last_abort_and_the_end_of_what_was_held_
         event("step 2", "steps", 10, **rows),
         event("abort", "aborts", 15, num_requests=1),
         event("step 3", "steps", 20, num_requests=1, num_tokens=1),
+        event("step 4", "steps", 31, num_requests=0, num_tokens=0),  # tells the executor alone of an end
         event("blocks", "blocks", 32, num_used=0),
     ]
     (tmp_path / "steps-1-1.json").write_bytes(msgspec.json.encode({"traceEvents": events}))
