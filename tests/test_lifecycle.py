@@ -58,6 +58,7 @@ def test_a_stop_while_the_model_loads_has_the_same_order(start_server: Any) -> N
     server.wait_line("starting: weights")
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 0
+    assert not any("Traceback" in line for line in server.lines)
     assert teardown_of(server) == ["listeners closed", "engine-0 ended", *SOCKETS]
 
 
