@@ -51,16 +51,18 @@ class Reader:
             StopAsyncIteration: It has ended.
             EngineDeadError: The engine died before its end.
         """
-        await trio.lowlevel.checkpoint()
-        while True:
-            news = source.fetch()
-            if news is not None:
-                return news
-            if source.is_finished:
-                raise StopAsyncIteration
-            if self.death is not None:
-                raise self.death
+        await trio.lowlevel.checkpoint_if_cancelled()
+        has_waited = False
+        while (news := source.fetch()) is None and not source.is_finished and self.death is None:
             await self._news.wait()
+            has_waited = True
+        if not has_waited:
+            await trio.lowlevel.cancel_shielded_checkpoint()  # nothing that is fetched may be lost
+        if news is not None:
+            return news
+        if self.death is None or source.is_finished:
+            raise StopAsyncIteration
+        raise self.death
 
 
 class Stream(Reader):
