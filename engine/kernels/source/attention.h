@@ -20,9 +20,9 @@
 #include "team.h"
 
 #if defined(__AMX_BF16__)
-enum { RECORDS = 16, MAX_QUERIES = AMX_ROWS };
+enum { RECORDS = 16, MAX_QUERIES = AMX_ROWS, ONLY_FLOAT32 = 1 }; /* in vectors: all else goes through tiles */
 #else
-enum { RECORDS = 2, MAX_QUERIES = TILE_ROWS };
+enum { RECORDS = 2, MAX_QUERIES = TILE_ROWS, ONLY_FLOAT32 = 0 };
 #endif
 enum { TOKENS = 16, KEYS = RECORDS * TOKENS, SPLIT = 512, MAX_HEAD = 256 };
 
@@ -67,8 +67,14 @@ INLINE void rotate_head(const rotate_operation *op, int64_t position, const floa
 {
     int half = op->cosines ? op->rotary_size / 2 : 0;
     const float *cosines = op->cosines + position * half, *sines = op->sines + position * half;
-    for (int i = 0; i < half; i++) {
-        float a = in[i], b = in[i + half];
+    const int whole = half / LANES * LANES;
+    for (int i = 0; i < whole; i += LANES) {
+        const floats a = load(in + i), b = load(in + i + half), cosine = load(cosines + i), sine = load(sines + i);
+        store(out + i, a * cosine - b * sine);
+        store(out + i + half, a * sine + b * cosine);
+    }
+    for (int i = whole; i < half; i++) {
+        const float a = in[i], b = in[i + half];
         out[i] = a * cosines[i] - b * sines[i];
         out[i + half] = a * sines[i] + b * cosines[i];
     }
@@ -287,23 +293,25 @@ typedef struct {
     _Alignas(64) int32_t dots[RECORDS][MAX_QUERIES][TOKENS];
 } amx_room;
 
-INLINE int is_tiled(int form, int head_size) { return form != FLOAT32 && head_size % 32 == 0; }
-
 /* Tiles 0 to 3 are sums of n queries; 4 and 5 queries, or weights, of 64 and of 32 bytes; 6 and 7 keys, or values, for
- * them. */
+ * them. What is missing in the last 32 numbers of a head is zero in queries of whole numbers. */
 static void amx_attention_begin(const unit *u, int form, int head_size, amx_room *room)
 {
-    const int n = u->num_queries, chunk_bytes = form == INT8 ? 32 : 64;
+    const int n = u->num_queries, chunk_bytes = form == INT8 ? 32 : 64, size_bytes = head_size * chunk_bytes / 32;
     tile_config config = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) {
         config.row_bytes[tile] = tile == 5 ? 32 : 64;
         config.rows[tile] = tile == 6 ? 16 : tile == 7 ? 8 : n;
     }
     _tile_loadconfig(&config);
-    for (int chunk = 0; chunk < head_size / 32; chunk++)
-        for (int i = 0; i < n; i++)
-            memcpy(room->queries + (chunk * MAX_QUERIES + i) * chunk_bytes, (const char *)u->queries[i] + chunk * chunk_bytes,
-                   chunk_bytes);
+    for (int first = 0; first < size_bytes; first += chunk_bytes) {
+        const int count = size_bytes - first < chunk_bytes ? size_bytes - first : chunk_bytes;
+        for (int i = 0; i < n; i++) {
+            char *to = room->queries + first * MAX_QUERIES + i * chunk_bytes;
+            if (count < chunk_bytes) memset(to, 0, chunk_bytes);
+            memcpy(to, (const char *)u->queries[i] + first, count);
+        }
+    }
 }
 
 static void amx_score_bfloat16(int head_size, const char *const *records, int num_records, const amx_room *room,
@@ -316,6 +324,11 @@ static void amx_score_bfloat16(int head_size, const char *const *records, int nu
             _tile_loadd(6, records[r] + chunk * 16 * 64, 64);
             _tile_dpbf16ps(0, 4, 6);
         }
+        if (head_size % 32) {
+            _tile_loadd(5, room->queries + head_size / 32 * MAX_QUERIES * 64, 64);
+            _tile_loadd(7, records[r] + head_size / 32 * 16 * 64, 64);
+            _tile_dpbf16ps(0, 5, 7);
+        }
         _tile_stored(0, b->scores[0] + r * TOKENS, sizeof b->scores[0]);
     }
 }
@@ -323,7 +336,7 @@ static void amx_score_bfloat16(int head_size, const char *const *records, int nu
 static void amx_score_int8(int head_size, const unit *u, const char *const *records, int num_records, amx_room *room,
                            block_scores *b)
 {
-    const int num_groups = head_size / GROUP;
+    const int num_groups = whole_groups(head_size);
     for (int i = 0; i < u->num_queries; i++) memset(b->scores[i], 0, num_records * TOKENS * sizeof(float));
     for (int group = 0; group < num_groups; group++) {
         _tile_loadd(5, room->queries + group * MAX_QUERIES * 32, 32);
@@ -334,7 +347,7 @@ static void amx_score_int8(int head_size, const unit *u, const char *const *reco
             _tile_stored(0, room->dots[r], 64);
         }
         for (int i = 0; i < u->num_queries; i++) {
-            const float *of_query = (const float *)((const char *)u->queries[i] + head_size) + group;
+            const float *of_query = (const float *)((const char *)u->queries[i] + num_groups * GROUP) + group;
             const floats scale = all(*of_query), offset = all(128.f * of_query[num_groups]);
             for (int r = 0; r < num_records; r++) {
                 ints whole;
@@ -382,17 +395,18 @@ static void amx_add_values(int form, int head_size, int n, const char *const *re
     const int64_t stride = sizeof p->values[0];
     for (int d = 0; d < head_size; d += 32) {
         _tile_loadd(0, p->values[0] + d, stride);
-        _tile_loadd(1, p->values[0] + d + 16, stride);
+        if (d + 16 < head_size) _tile_loadd(1, p->values[0] + d + 16, stride);
         for (int r = 0; r < num_records; r++) {
             const uint16_t *values = form == INT8 ? room->values + r * TOKENS * head_size : (const uint16_t *)records[r];
             _tile_loadd(5, b->narrow[0] + r * TOKENS, sizeof b->narrow[0]);
             _tile_loadd(7, values + 2 * d, head_size * 4);
             _tile_dpbf16ps(0, 5, 7);
+            if (d + 16 == head_size) continue;
             _tile_loadd(7, values + 2 * d + 32, head_size * 4);
             _tile_dpbf16ps(1, 5, 7);
         }
         _tile_stored(0, p->values[0] + d, stride);
-        _tile_stored(1, p->values[0] + d + 16, stride);
+        if (d + 16 < head_size) _tile_stored(1, p->values[0] + d + 16, stride);
     }
 }
 #endif
@@ -401,14 +415,14 @@ static void amx_add_values(int form, int head_size, int n, const char *const *re
     static __attribute__((noinline)) void score_##n(int form, int size, const void *const *q, const char *const *k,   \
                                                     int num_records, block_scores *b)                                 \
     {                                                                                                                 \
-        if (form == FLOAT32) score(n, FLOAT32, size, q, k, num_records, b);                                           \
+        if (form == FLOAT32 || ONLY_FLOAT32) score(n, FLOAT32, size, q, k, num_records, b);                                           \
         else if (form == BFLOAT16) score(n, BFLOAT16, size, q, k, num_records, b);                                    \
         else score(n, INT8, size, q, k, num_records, b);                                                              \
     }                                                                                                                 \
     static __attribute__((noinline)) void add_values_##n(int form, int size, const block_scores *b,                   \
                                                          const char *const *v, int num_records, partial *p)           \
     {                                                                                                                 \
-        if (form == FLOAT32) add_values(n, FLOAT32, size, b, v, num_records, p);                                      \
+        if (form == FLOAT32 || ONLY_FLOAT32) add_values(n, FLOAT32, size, b, v, num_records, p);                                      \
         else if (form == BFLOAT16) add_values(n, BFLOAT16, size, b, v, num_records, p);                               \
         else add_values(n, INT8, size, b, v, num_records, p);                                                         \
     }
@@ -488,7 +502,7 @@ static void attend_keys(const attend_operation *op, const unit *u, int64_t begin
     block_scores b;
 #if defined(__AMX_BF16__)
     amx_room room;
-    if (is_tiled(form, size)) amx_attention_begin(u, form, size, &room);
+    if (form != FLOAT32) amx_attention_begin(u, form, size, &room);
 #endif
     for (int i = 0; i < n; i++) {
         p->largest[i] = -INFINITY;
@@ -507,7 +521,7 @@ static void attend_keys(const attend_operation *op, const unit *u, int64_t begin
         }
         fetch_ahead(op, u, position + KEYS);
 #if defined(__AMX_BF16__)
-        if (is_tiled(form, size)) {
+        if (form != FLOAT32) {
             if (form == INT8) amx_score_int8(size, u, records, num_records, &room, &b);
             else amx_score_bfloat16(size, records, num_records, &room, &b);
             for (int i = 0; i < n; i++) weigh(op, u, i, position, num_records, &b, p);
@@ -620,7 +634,7 @@ static unit unit_of(const attend_operation *op, const step *s, int64_t row, int6
 INLINE int most_queries(const attend_operation *op)
 {
 #if defined(__AMX_BF16__)
-    if (is_tiled(op->form, op->head_size)) return MAX_QUERIES;
+    if (op->form != FLOAT32) return MAX_QUERIES;
 #endif
     (void)op;
     return TILE_ROWS;
