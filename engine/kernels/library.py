@@ -28,6 +28,8 @@ from engine.models.cache import cache_folder
 
 logger = logging.getLogger(__name__)
 
+SOURCE = resources.files(__package__).joinpath("source")
+"""What is compiled: each .c file, with all others beside it."""
 VARIANTS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "avx2": ("avx2", "fma", "f16c"),
@@ -102,7 +104,7 @@ def _build_of(variant: str) -> tuple[Path, Callable[[], None]]:
     """Return where the library for `variant` belongs, and what compiles it."""
     compiler = _compiler()
     flags = [*OPTIONS, *_machine_flags(variant)]
-    sources = {file.name: file.read_bytes() for file in resources.files(__package__).joinpath("source").iterdir()}
+    sources = {file.name: file.read_bytes() for file in SOURCE.iterdir()}
     made_of = (sorted(sources.items()), compiler, flags, LIBRARIES, _version(compiler))
     digest = hashlib.sha256(repr(made_of).encode()).hexdigest()[:24]
     target = cache_folder() / "kernels" / digest / f"{variant}.so"

@@ -14,7 +14,22 @@ import pytest
 from engine.kernels import library
 from engine.kernels.library import NoKernels, load, supported_variants
 
-SOURCE = Path(library.__file__).parent / "source"
+SMALL_SOURCE = {
+    "first.c": "int permitted(void) { return 1; }",
+    "second.c": '#include "second.h"\nint run(void) { return NUMBER; }',
+    "second.h": "enum { NUMBER = 0 };",
+}
+"""As much as the library needs to be loaded: the operations themselves are compiled for the other tests."""
+
+
+@pytest.fixture(autouse=True)
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name, content in SMALL_SOURCE.items():
+        (folder / name).write_text(content)
+    monkeypatch.setattr(library, "SOURCE", folder)
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -69,25 +84,17 @@ def test_a_compiler_that_fails_is_a_reason_and_leaves_nothing(
     assert built(own_cache) == [".lock"]
 
 
-def hanging_compiler(folder: Path, first: str) -> str:
-    """Return a compiler that hangs on each file but the first, on which it does `first` once the others have begun."""
+def hanging_compiler(folder: Path, then: str) -> str:
+    """Return a compiler that hangs on second.c, and on first.c does `then` once that has begun."""
     os.mkfifo(folder / "begun")
-    others = sorted(file.name for file in SOURCE.glob("*.c"))[1:]
-    wait = "; ".join(["read pid <&3"] * len(others))
     return fake_compiler(
         folder,
         f"""
-        [ "$1" = --version ] && exit
-        exec 3<> {folder}/begun
         case "$*" in
-        *-c*/attention.c*) {wait}; {first} ;;
-        *) echo $$ >> {folder}/pids; echo $$ >&3; exec sleep 60 ;;
+        *-c*first.c*) read pid < {folder}/begun; {then} ;;
+        *-c*second.c*) echo $$ | tee {folder}/pid > {folder}/begun; exec sleep 60 ;;
         esac""",
     )
-
-
-def running(pids: Path) -> list[str]:
-    return [pid for pid in pids.read_text().split() if Path("/proc", pid).exists()]
 
 
 def test_when_one_file_fails_the_others_are_not_compiled_to_their_end(
@@ -96,7 +103,7 @@ def test_when_one_file_fails_the_others_are_not_compiled_to_their_end(
     monkeypatch.setenv("CC", hanging_compiler(tmp_path, "echo it broke >&2; exit 1"))
     with pytest.raises(NoKernels, match="it broke"):
         library.load("plain")
-    assert not running(tmp_path / "pids")
+    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
     assert built(own_cache) == [".lock"]
 
 
@@ -111,12 +118,13 @@ def test_a_compiler_that_does_not_end_is_ended_in_time(
 
 
 def test_what_an_engine_that_is_killed_while_it_compiles_leaves_is_removed_by_the_next(
-    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own_cache: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     os.mkfifo(tmp_path / "told")
     monkeypatch.setenv("CC", hanging_compiler(tmp_path, f"echo all > {tmp_path}/told; exec sleep 60"))
-    compiles = [sys.executable, "-c", "from engine.kernels.library import load; load('plain')"]
-    with subprocess.Popen(compiles, process_group=0) as process:
+    script = f"from pathlib import Path; library.SOURCE = Path({str(source)!r}); library.load('plain')"
+    engine = [sys.executable, "-c", f"from engine.kernels import library; {script}"]
+    with subprocess.Popen(engine, process_group=0) as process:
         (tmp_path / "told").read_text()
         os.killpg(process.pid, signal.SIGKILL)
     assert len(built(own_cache)) > 1
@@ -174,8 +182,19 @@ def test_a_cache_that_cannot_be_written_is_a_reason(own_cache: Path) -> None:
         library.load("plain")
 
 
-def test_other_source_is_another_library(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library.load("plain")
+def answer() -> int:
+    found: int = library.load("plain").run(1, 0, None, 0, None)
+    return found
+
+
+def test_another_file_is_another_library_and_so_are_other_options_and_libraries(
+    own_cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert answer() == 0
+    (source / "second.h").write_text("enum { NUMBER = 1 };")
+    assert answer() == 1
     monkeypatch.setattr(library, "OPTIONS", (*library.OPTIONS, "-DOTHER"))
     library.load("plain")
-    assert len([name for name in os.listdir(own_cache / "kernels") if name != ".lock"]) == 2
+    monkeypatch.setattr(library, "LIBRARIES", (*library.LIBRARIES, "-lc"))
+    library.load("plain")
+    assert len([name for name in os.listdir(own_cache / "kernels") if name != ".lock"]) == 4
