@@ -20,9 +20,9 @@
 #include "team.h"
 
 #if defined(__AMX_BF16__)
-enum { RECORDS = 16, MAX_QUERIES = AMX_ROWS };
+enum { RECORDS = 16, MAX_QUERIES = AMX_ROWS, ONLY_FLOAT32 = 1 }; /* in vectors: all else goes through tiles */
 #else
-enum { RECORDS = 2, MAX_QUERIES = TILE_ROWS };
+enum { RECORDS = 2, MAX_QUERIES = TILE_ROWS, ONLY_FLOAT32 = 0 };
 #endif
 enum { MAX_BANDS = 4 };
 enum { TOKENS = 16, KEYS = RECORDS * TOKENS, SPLIT = 512, MAX_HEAD = 256 };
@@ -67,8 +67,14 @@ INLINE void rotate_head(const rotate_operation *op, int64_t position, const floa
 {
     int half = op->cosines ? op->rotary_size / 2 : 0;
     const float *cosines = op->cosines + position * half, *sines = op->sines + position * half;
-    for (int i = 0; i < half; i++) {
-        float a = in[i], b = in[i + half];
+    const int whole = half / LANES * LANES;
+    for (int i = 0; i < whole; i += LANES) {
+        const floats a = load(in + i), b = load(in + i + half), cosine = load(cosines + i), sine = load(sines + i);
+        store(out + i, a * cosine - b * sine);
+        store(out + i + half, a * sine + b * cosine);
+    }
+    for (int i = whole; i < half; i++) {
+        const float a = in[i], b = in[i + half];
         out[i] = a * cosines[i] - b * sines[i];
         out[i + half] = a * sines[i] + b * cosines[i];
     }
@@ -298,13 +304,13 @@ typedef struct {
     _Alignas(64) int32_t dots[MAX_GROUPS][FEW_RECORDS][MAX_QUERIES][TOKENS];
 } amx_room;
 
-INLINE int is_tiled(int form, int head_size) { return form != FLOAT32 && head_size % 32 == 0; }
-
 /* Tiles 0 to 3 are sums of a band, 4 its queries, 5 its weights, 6 keys and 7 values. Those of INT8 are of 32 bytes, and
- * its values of 32 keys, for they were widened side by side. */
+ * its values of 32 keys, for they were widened side by side. What is missing in the last 32 numbers of a head is zero in
+ * queries of INT8; of bfloat16 tiles 5 and 7 have the size that is left. */
 static void amx_attention_begin(const unit *u, int form, int head_size, amx_room *room)
 {
-    const int most = u->bands[0].num_queries, chunk_bytes = form == INT8 ? 32 : 64, num_chunks = head_size / 32;
+    const int most = u->bands[0].num_queries, num_groups = whole_groups(head_size);
+    const int chunk_bytes = form == INT8 ? 32 : 64, size_bytes = head_size * chunk_bytes / 32;
     tile_config config = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) {
         config.row_bytes[tile] = tile == 4 ? chunk_bytes : tile == 5 ? 96 - chunk_bytes : 64;
@@ -314,13 +320,17 @@ static void amx_attention_begin(const unit *u, int form, int head_size, amx_room
     for (int b = 0; b < u->num_bands; b++) {
         for (int i = 0; i < u->bands[b].num_queries; i++) {
             const char *query = u->bands[b].queries[i];
-            for (int chunk = 0; chunk < num_chunks; chunk++)
-                memcpy(room->queries[b] + (chunk * MAX_QUERIES + i) * chunk_bytes, query + chunk * chunk_bytes, chunk_bytes);
+            for (int first = 0; first < size_bytes; first += chunk_bytes) {
+                const int count = size_bytes - first < chunk_bytes ? size_bytes - first : chunk_bytes;
+                char *to = room->queries[b] + first * MAX_QUERIES + i * chunk_bytes;
+                if (count < chunk_bytes) memset(to, 0, chunk_bytes);
+                memcpy(to, query + first, count);
+            }
             if (form != INT8) continue;
-            const float *scales = (const float *)(query + head_size);
-            for (int group = 0; group < num_chunks; group++) {
+            const float *scales = (const float *)(query + num_groups * GROUP);
+            for (int group = 0; group < num_groups; group++) {
                 room->scales[b][i][group] = scales[group];
-                room->offsets[b][i][group] = 128.f * scales[num_chunks + group];
+                room->offsets[b][i][group] = 128.f * scales[num_groups + group];
             }
         }
     }
@@ -336,6 +346,11 @@ static void amx_score_bfloat16(int head_size, const char *queries, const char *c
             _tile_loadd(6, records[r] + chunk * 16 * 64, 64);
             _tile_dpbf16ps(0, 4, 6);
         }
+        if (head_size % 32) {
+            _tile_loadd(5, queries + head_size / 32 * MAX_QUERIES * 64, 64);
+            _tile_loadd(7, records[r] + head_size / 32 * 16 * 64, 64);
+            _tile_dpbf16ps(0, 5, 7);
+        }
         _tile_stored(0, b->scores[0] + r * TOKENS, sizeof b->scores[0]);
     }
 }
@@ -343,7 +358,7 @@ static void amx_score_bfloat16(int head_size, const char *queries, const char *c
 static void amx_score_int8(int head_size, int n, int band, const char *const *records, int num_records, amx_room *room,
                            block_scores *b)
 {
-    const int num_groups = head_size / GROUP;
+    const int num_groups = whole_groups(head_size);
     for (int first = 0, count; first < num_records; first += count) {
         count = num_records - first < FEW_RECORDS ? num_records - first : FEW_RECORDS;
         for (int group = 0; group < num_groups; group++) {
@@ -388,6 +403,11 @@ static void amx_widen_values(int head_size, const char *const *values, int num_r
     if (num_records % 2) memset(to, 0, TOKENS * head_size * sizeof *to);
 }
 
+#define FOR_TILES(DO) DO(0) if (num_tiles > 1) DO(1) if (num_tiles > 2) DO(2) if (num_tiles > 3) DO(3)
+#define LOAD_SUMS(t) _tile_loadd(t, sums + 16 * t, stride);
+#define STORE_SUMS(t) _tile_stored(t, sums + 16 * t, stride);
+#define ADD_PRODUCTS(t) { _tile_loadd(7, of + 2 * (d + 16 * t), values_stride); _tile_dpbf16ps(t, 5, 7); }
+
 static void amx_add_values(int form, int head_size, int n, const char *const *values, int num_records,
                            const amx_room *room, block_scores *b, partial *p)
 {
@@ -399,34 +419,15 @@ static void amx_add_values(int form, int head_size, int n, const char *const *va
         for (int d = 0; d < head_size; d += LANES) store(p->values[i] + d, load(p->values[i] + d) * b->factors[i]);
     }
     for (int d = 0; d < head_size; d += 64) {
-        const int is_whole = head_size - d >= 64;
+        const int num_tiles = (head_size - d) / 16; /* or 4 */
         float *sums = p->values[0] + d;
-        _tile_loadd(0, sums, stride);
-        _tile_loadd(1, sums + 16, stride);
-        if (is_whole) {
-            _tile_loadd(2, sums + 32, stride);
-            _tile_loadd(3, sums + 48, stride);
-        }
+        FOR_TILES(LOAD_SUMS)
         for (int r = 0; r < num_records; r += records_at_once) {
             const uint16_t *of = form == INT8 ? room->values + r * TOKENS * head_size : (const uint16_t *)values[r];
-            of += 2 * d;
             _tile_loadd(5, b->narrow[0] + r * TOKENS, sizeof b->narrow[0]);
-            _tile_loadd(7, of, values_stride);
-            _tile_dpbf16ps(0, 5, 7);
-            _tile_loadd(7, of + 32, values_stride);
-            _tile_dpbf16ps(1, 5, 7);
-            if (!is_whole) continue;
-            _tile_loadd(7, of + 64, values_stride);
-            _tile_dpbf16ps(2, 5, 7);
-            _tile_loadd(7, of + 96, values_stride);
-            _tile_dpbf16ps(3, 5, 7);
+            FOR_TILES(ADD_PRODUCTS)
         }
-        _tile_stored(0, sums, stride);
-        _tile_stored(1, sums + 16, stride);
-        if (is_whole) {
-            _tile_stored(2, sums + 32, stride);
-            _tile_stored(3, sums + 48, stride);
-        }
+        FOR_TILES(STORE_SUMS)
     }
 }
 #endif
@@ -435,14 +436,14 @@ static void amx_add_values(int form, int head_size, int n, const char *const *va
     static __attribute__((noinline)) void score_##n(int form, int size, const void *const *q, const char *const *k,   \
                                                     int num_records, block_scores *b)                                 \
     {                                                                                                                 \
-        if (form == FLOAT32) score(n, FLOAT32, size, q, k, num_records, b);                                           \
+        if (form == FLOAT32 || ONLY_FLOAT32) score(n, FLOAT32, size, q, k, num_records, b);                                           \
         else if (form == BFLOAT16) score(n, BFLOAT16, size, q, k, num_records, b);                                    \
         else score(n, INT8, size, q, k, num_records, b);                                                              \
     }                                                                                                                 \
     static __attribute__((noinline)) void add_values_##n(int form, int size, const block_scores *b,                   \
                                                          const char *const *v, int num_records, partial *p)           \
     {                                                                                                                 \
-        if (form == FLOAT32) add_values(n, FLOAT32, size, b, v, num_records, p);                                      \
+        if (form == FLOAT32 || ONLY_FLOAT32) add_values(n, FLOAT32, size, b, v, num_records, p);                                      \
         else if (form == BFLOAT16) add_values(n, BFLOAT16, size, b, v, num_records, p);                               \
         else add_values(n, INT8, size, b, v, num_records, p);                                                         \
     }
@@ -554,7 +555,7 @@ static void attend_keys(const attend_operation *op, const unit *u, int64_t begin
     block_scores b;
 #if defined(__AMX_BF16__)
     amx_room room;
-    const int tiled = is_tiled(form, size);
+    const int tiled = form != FLOAT32;
     if (tiled) amx_attention_begin(u, form, size, &room);
 #else
     const int tiled = 0;
@@ -723,7 +724,7 @@ static void take_unit(const attend_operation *op, const step *s, int64_t row, in
 INLINE int most_queries(const attend_operation *op)
 {
 #if defined(__AMX_BF16__)
-    if (is_tiled(op->form, op->head_size)) return MAX_QUERIES;
+    if (op->form != FLOAT32) return MAX_QUERIES;
 #endif
     (void)op;
     return TILE_ROWS;

@@ -227,10 +227,10 @@ INLINE floats rounded(floats x)
 INLINE void quantize_group(const floats *v, int num_vectors, int8_t *out, float *scale, float *sum)
 {
     floats largest = all(0.f), total = all(0.f);
-    for (int i = 0; i < num_vectors; i++) largest = larger(larger(v[i], -v[i]), largest);
+    UNROLL for (int i = 0; i < num_vectors; i++) largest = larger(larger(v[i], -v[i]), largest);
     float most = largest_of(largest);
     floats inverse = all(most > SMALLEST ? 127.f / most : 0.f);
-    for (int i = 0; i < num_vectors; i++) {
+    UNROLL for (int i = 0; i < num_vectors; i++) {
         floats whole = rounded(v[i] * inverse);
         bytes narrow = bytes_of_ints(__builtin_convertvector(whole, ints));
         memcpy(out + i * LANES, &narrow, sizeof narrow);
