@@ -1,7 +1,8 @@
 """Compiles the operations for this CPU at first use and loads them.
 
 The library lies in the cache under the digest of source, compiler and flags, so it is made once; a build is renamed
-into place whole. `Variant` says for which instructions: the best that the CPU has, or less, for the tests.
+into place whole. The C files are compiled side by side, a process each. A variant says for which instructions: the best
+that the CPU has, or less, for the tests.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from functools import cache, partial
 from importlib import resources
@@ -26,6 +28,8 @@ from engine.models.cache import cache_folder
 
 logger = logging.getLogger(__name__)
 
+SOURCE = resources.files(__package__).joinpath("source")
+"""What is compiled: each .c file, with all others beside it."""
 VARIANTS: dict[str, tuple[str, ...]] = {
     "plain": (),
     "avx2": ("avx2", "fma", "f16c"),
@@ -34,8 +38,10 @@ VARIANTS: dict[str, tuple[str, ...]] = {
 }
 """Sets of instructions, each on top of those before it, by the names that the kernel gives them in /proc/cpuinfo."""
 _FLAGS = {"avx512_vnni": "avx512vnni", "avx512_bf16": "avx512bf16"}
-OPTIONS = ("-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-shared", "-fPIC", "-pthread")
+OPTIONS = ("-O2", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-Wno-psabi", "-fPIC", "-pthread")
+LIBRARIES = ("-lm",)
 COMPILE_TIMEOUT_S = 120.0
+"""For all that is compiled, and then linked, of one variant."""
 _PARTIAL = ".partial-"
 """Folders of builds under way begin so; whoever holds the lock knows that there are none."""
 
@@ -98,8 +104,9 @@ def _build_of(variant: str) -> tuple[Path, Callable[[], None]]:
     """Return where the library for `variant` belongs, and what compiles it."""
     compiler = _compiler()
     flags = [*OPTIONS, *_machine_flags(variant)]
-    sources = {file.name: file.read_bytes() for file in resources.files(__package__).joinpath("source").iterdir()}
-    digest = hashlib.sha256(repr((sorted(sources.items()), flags, _version(compiler))).encode()).hexdigest()[:24]
+    sources = {file.name: file.read_bytes() for file in SOURCE.iterdir()}
+    made_of = (sorted(sources.items()), compiler, flags, LIBRARIES, _version(compiler))
+    digest = hashlib.sha256(repr(made_of).encode()).hexdigest()[:24]
     target = cache_folder() / "kernels" / digest / f"{variant}.so"
     return target, partial(_compile, compiler, flags, sources, target)
 
@@ -123,9 +130,11 @@ def _compile(compiler: Sequence[str], flags: Sequence[str], sources: dict[str, b
             shutil.rmtree(stale, ignore_errors=True)
         if target.exists():
             return
-        logger.info("compiling the operations, once, some seconds, into %s", target)
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=_PARTIAL) as folder:
+        logger.info("compiling the operations for this CPU, once, into %s", target)
+        began = time.monotonic()
+        with tempfile.TemporaryDirectory(dir=target.parent, prefix=_PARTIAL, ignore_cleanup_errors=True) as folder:
             _compile_in(Path(folder), compiler, flags, sources, target)
+        logger.info("compiled the operations in %.1f s", time.monotonic() - began)
 
 
 def _compile_in(
@@ -133,19 +142,39 @@ def _compile_in(
 ) -> None:
     for name, content in sources.items():
         (folder / name).write_bytes(content)
-    built = folder / target.name
-    command = [*compiler, *flags, str(folder / "kernels.c"), "-o", str(built), "-lm"]
-    env = os.environ | {"TMPDIR": str(folder)}  # a killed compiler leaves nothing elsewhere
+    built, units = folder / target.name, [str(folder / name) for name in sorted(sources) if name.endswith(".c")]
+    until = time.monotonic() + COMPILE_TIMEOUT_S
     try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, env=env)
-    except subprocess.CalledProcessError as error:
-        said = error.stderr.strip()[-2000:] or f"exit status {error.returncode}"
-        raise NoKernels(f"{shlex.join(compiler)} failed: {said}") from error
-    except (OSError, subprocess.TimeoutExpired) as error:
+        _run([[*compiler, *flags, "-c", unit, "-o", f"{unit}.o"] for unit in units], folder, until)
+        linked = [*compiler, *flags, "-shared", *(f"{unit}.o" for unit in units), "-o", str(built), *LIBRARIES]
+        _run([linked], folder, until)
+    except (OSError, subprocess.SubprocessError) as error:
         raise NoKernels(f"{shlex.join(compiler)} failed: {error}") from error
     if not built.exists():
         raise NoKernels(f"{shlex.join(compiler)} is no C compiler: it made no library")
     built.rename(target)
+
+
+def _run(commands: Sequence[Sequence[str]], folder: Path, until: float) -> None:
+    """Run `commands` side by side; once one is found to have failed, in their order, or at `until`, all are killed.
+
+    They stay in our process group, so that they end with an engine that is killed.
+    """
+    env = os.environ | {"TMPDIR": str(folder)}  # a killed compiler leaves nothing elsewhere
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for command in commands:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env
+            )
+            stack.enter_context(process)  # waits for it in the end
+            stack.callback(process.kill)
+            processes.append(process)
+        for process in processes:
+            _, said = process.communicate(timeout=max(0.0, until - time.monotonic()))
+            if process.returncode != 0:
+                reason = said.decode(errors="replace").strip()[-2000:] or f"exit status {process.returncode}"
+                raise subprocess.SubprocessError(reason)
 
 
 def _machine_flags(variant: str) -> list[str]:

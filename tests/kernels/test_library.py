@@ -3,14 +3,33 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from engine.kernels import library
 from engine.kernels.library import NoKernels, load, supported_variants
+
+SMALL_SOURCE = {
+    "first.c": "int permitted(void) { return 1; }",
+    "second.c": '#include "second.h"\nint run(void) { return NUMBER; }',
+    "second.h": "enum { NUMBER = 0 };",
+}
+"""As much as the library needs to be loaded: the operations themselves are compiled for the other tests."""
+
+
+@pytest.fixture(autouse=True)
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "source"
+    folder.mkdir()
+    for name, content in SMALL_SOURCE.items():
+        (folder / name).write_text(content)
+    monkeypatch.setattr(library, "SOURCE", folder)
+    return folder
 
 
 @pytest.fixture(autouse=True)
@@ -37,13 +56,13 @@ def test_plain_c_is_always_there_and_the_best_comes_last() -> None:
 
 
 def test_a_second_load_compiles_nothing(own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    count = tmp_path / "count"
-    compiler = fake_compiler(tmp_path, f'[ "$1" = --version ] || echo >> {count}; exec gcc "$@"')
-    monkeypatch.setenv("CC", compiler)
-    for _ in range(2):
-        library.load("plain")
+    told = tmp_path / "told"
+    monkeypatch.setenv("CC", fake_compiler(tmp_path, f'echo "$1" >> {told}; exec gcc "$@"'))
+    library.load("plain")
     assert built(own_cache) == [".lock", "plain.so"]
-    assert count.read_text() == "\n"
+    told.unlink()
+    library.load("plain")
+    assert told.read_text() == "--version\n"
 
 
 @pytest.mark.parametrize(
@@ -52,7 +71,8 @@ def test_a_second_load_compiles_nothing(own_cache: Path, tmp_path: Path, monkeyp
         ("echo it broke >&2; exit 1", "it broke"),
         ('[ "$1" = --version ] || exit 3', "exit status 3"),
         ("exit 0", "made no library"),
-        ('[ "$1" = --version ] || kill -9 $$', "failed"),
+        ('[ "$1" = --version ] || kill -9 $$', "exit status -9"),
+        ('case "$*" in *-shared*) echo no linker >&2; exit 1 ;; esac', "no linker"),
     ],
 )
 def test_a_compiler_that_fails_is_a_reason_and_leaves_nothing(
@@ -60,6 +80,56 @@ def test_a_compiler_that_fails_is_a_reason_and_leaves_nothing(
 ) -> None:
     monkeypatch.setenv("CC", fake_compiler(tmp_path, script))
     with pytest.raises(NoKernels, match=reason):
+        library.load("plain")
+    assert built(own_cache) == [".lock"]
+
+
+def hanging_compiler(folder: Path, then: str) -> str:
+    """Return a compiler that hangs on second.c, and on first.c does `then` once that has begun."""
+    os.mkfifo(folder / "begun")
+    return fake_compiler(
+        folder,
+        f"""
+        case "$*" in
+        *-c*first.c*) read pid < {folder}/begun; {then} ;;
+        *-c*second.c*) echo $$ | tee {folder}/pid > {folder}/begun; exec sleep 60 ;;
+        esac""",
+    )
+
+
+def test_when_one_file_fails_the_others_are_not_compiled_to_their_end(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CC", hanging_compiler(tmp_path, "echo it broke >&2; exit 1"))
+    with pytest.raises(NoKernels, match="it broke"):
+        library.load("plain")
+    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
+    assert built(own_cache) == [".lock"]
+
+
+def test_a_compiler_that_does_not_end_is_ended_in_time(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(library, "COMPILE_TIMEOUT_S", 0.1)
+    monkeypatch.setenv("CC", fake_compiler(tmp_path, '[ "$1" = --version ] || exec sleep 60'))
+    with pytest.raises(NoKernels, match="timed out"):
+        library.load("plain")
+    assert built(own_cache) == [".lock"]
+
+
+def test_what_an_engine_that_is_killed_while_it_compiles_leaves_is_removed_by_the_next(
+    own_cache: Path, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    os.mkfifo(tmp_path / "told")
+    monkeypatch.setenv("CC", hanging_compiler(tmp_path, f"echo all > {tmp_path}/told; exec sleep 60"))
+    script = f"from pathlib import Path; library.SOURCE = Path({str(source)!r}); library.load('plain')"
+    engine = [sys.executable, "-c", f"from engine.kernels import library; {script}"]
+    with subprocess.Popen(engine, process_group=0) as process:
+        (tmp_path / "told").read_text()
+        os.killpg(process.pid, signal.SIGKILL)
+    assert len(built(own_cache)) > 1
+    monkeypatch.setenv("CC", fake_compiler(tmp_path, "exit 1"))
+    with pytest.raises(NoKernels):
         library.load("plain")
     assert built(own_cache) == [".lock"]
 
@@ -77,6 +147,9 @@ def test_a_compiler_may_have_arguments(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("CC", fake_compiler(tmp_path, f'echo "$1" >> {told}; exec gcc "$@"') + " -DSOMETHING")
     library.load("plain")
     assert set(told.read_text().split()) == {"-DSOMETHING"}
+    assert library._build_of("plain")[0].exists()
+    monkeypatch.setenv("CC", os.environ["CC"] + " -DSOMETHING_ELSE")
+    assert not library._build_of("plain")[0].exists()
 
 
 def test_a_compiler_that_does_not_answer_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,8 +182,19 @@ def test_a_cache_that_cannot_be_written_is_a_reason(own_cache: Path) -> None:
         library.load("plain")
 
 
-def test_other_source_is_another_library(own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    library.load("plain")
+def answer() -> int:
+    found: int = library.load("plain").run(1, 0, None, 0, None)
+    return found
+
+
+def test_another_file_is_another_library_and_so_are_other_options_and_libraries(
+    own_cache: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert answer() == 0
+    (source / "second.h").write_text("enum { NUMBER = 1 };")
+    assert answer() == 1
     monkeypatch.setattr(library, "OPTIONS", (*library.OPTIONS, "-DOTHER"))
     library.load("plain")
-    assert len([name for name in os.listdir(own_cache / "kernels") if name != ".lock"]) == 2
+    monkeypatch.setattr(library, "LIBRARIES", (*library.LIBRARIES, "-lc"))
+    library.load("plain")
+    assert len([name for name in os.listdir(own_cache / "kernels") if name != ".lock"]) == 4

@@ -4,7 +4,7 @@
  * the bits are the same. Included by linear.h.
  */
 #if defined(__AMX_BF16__)
-enum { AMX_ROWS = 16, AMX_FEW_ROWS = 8, AMX_BFLOAT16_ROWS = 32, AMX_QUANTIZED_ROWS = 64, VECTOR_ROWS = 4 };
+enum { AMX_ROWS = 16, AMX_FEW_ROWS = 8, AMX_BFLOAT16_ROWS = 32, AMX_QUANTIZED_ROWS = 64 };
 enum { MOST_GROUPS = 3 };         /* multiplied before they are scaled: more would not stay in the first cache */
 
 typedef struct { uint8_t palette, start_row, reserved[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } tile_config;

@@ -20,10 +20,11 @@
 #include "team.h"
 
 #if defined(__AMX_BF16__)
-enum { RECORDS = 16, MAX_QUERIES = AMX_ROWS };
+enum { RECORDS = 16, MAX_QUERIES = AMX_ROWS, ONLY_FLOAT32 = 1 }; /* in vectors: all else goes through tiles */
 #else
-enum { RECORDS = 2, MAX_QUERIES = TILE_ROWS };
+enum { RECORDS = 2, MAX_QUERIES = TILE_ROWS, ONLY_FLOAT32 = 0 };
 #endif
+enum { MAX_BANDS = 4 };
 enum { TOKENS = 16, KEYS = RECORDS * TOKENS, SPLIT = 512, MAX_HEAD = 256 };
 
 enum { SCALES_BYTES = 2 * TOKENS * 4 };
@@ -66,8 +67,14 @@ INLINE void rotate_head(const rotate_operation *op, int64_t position, const floa
 {
     int half = op->cosines ? op->rotary_size / 2 : 0;
     const float *cosines = op->cosines + position * half, *sines = op->sines + position * half;
-    for (int i = 0; i < half; i++) {
-        float a = in[i], b = in[i + half];
+    const int whole = half / LANES * LANES;
+    for (int i = 0; i < whole; i += LANES) {
+        const floats a = load(in + i), b = load(in + i + half), cosine = load(cosines + i), sine = load(sines + i);
+        store(out + i, a * cosine - b * sine);
+        store(out + i + half, a * sine + b * cosine);
+    }
+    for (int i = whole; i < half; i++) {
+        const float a = in[i], b = in[i + half];
         out[i] = a * cosines[i] - b * sines[i];
         out[i + half] = a * sines[i] + b * cosines[i];
     }
@@ -161,23 +168,31 @@ static void rotate(const rotate_operation *op, const step *s, int64_t row)
 
 /* -- rows over keys ------------------------------------------------------------------------------------------------ */
 
-/* Softmax so far of some queries: the largest score, the lanes' sums, and the values' weighted sums. */
+/* Softmax so far of a band of queries: the largest score, the lanes' sums, and the values' weighted sums. */
 typedef struct {
     float largest[MAX_QUERIES];
     floats sums[MAX_QUERIES];
     _Alignas(64) float values[MAX_QUERIES][MAX_HEAD];
 } partial;
 
-/* Queries that share a K/V head and a request, and how far each sees: positions [from, until). */
+/* Queries that are computed together, and how far each sees: positions [from, until); `first` and `last` of any. */
 typedef struct {
-    int num_queries, kv_head;
+    int num_queries;
     const void *queries[MAX_QUERIES];
     float *out[MAX_QUERIES];
     int head[MAX_QUERIES];
     int64_t from[MAX_QUERIES], until[MAX_QUERIES], first, last;
+} band;
+
+/* Bands that share a K/V head and a request. */
+typedef struct {
+    int num_bands, kv_head;
+    int64_t first, last;
     const int32_t *block_table;
+    band bands[MAX_BANDS];
 } unit;
 
+/* Scores of a band and KEYS keys, then weights: as they are, or narrow beside values in bfloat16. */
 typedef struct {
     _Alignas(64) float scores[MAX_QUERIES][KEYS];
     float factors[MAX_QUERIES];
@@ -279,119 +294,140 @@ INLINE void add_values(const int n, const int form, int head_size, const block_s
 }
 
 #if defined(__AMX_BF16__)
-/* Queries as tiles take them, [head size / 32][MAX_QUERIES][32], and values widened, [KEYS / 2][head size][2]. */
+enum { FEW_RECORDS = 4, MAX_GROUPS = MAX_HEAD / GROUP };
+
+/* What a unit has in the order of tiles. */
 typedef struct {
-    _Alignas(64) char queries[MAX_QUERIES * MAX_HEAD * 2];
-    _Alignas(64) uint16_t values[KEYS * MAX_HEAD];
-    _Alignas(64) int32_t dots[RECORDS][MAX_QUERIES][TOKENS];
+    _Alignas(64) char queries[MAX_BANDS][MAX_QUERIES * MAX_HEAD * 2]; /* [head size / 32][MAX_QUERIES][32] */
+    float scales[MAX_BANDS][MAX_QUERIES][MAX_GROUPS], offsets[MAX_BANDS][MAX_QUERIES][MAX_GROUPS]; /* of INT8 queries */
+    _Alignas(64) uint16_t values[KEYS * MAX_HEAD];                    /* widened, [KEYS / 2][head size][2] */
+    _Alignas(64) int32_t dots[MAX_GROUPS][FEW_RECORDS][MAX_QUERIES][TOKENS];
 } amx_room;
 
-INLINE int is_tiled(int form, int head_size) { return form != FLOAT32 && head_size % 32 == 0; }
-
-/* Tiles 0 to 3 are sums of n queries; 4 and 5 queries, or weights, of 64 and of 32 bytes; 6 and 7 keys, or values, for
- * them. */
+/* Tiles 0 to 3 are sums of a band, 4 its queries, 5 its weights, 6 keys and 7 values. Those of INT8 are of 32 bytes, and
+ * its values of 32 keys, for they were widened side by side. What is missing in the last 32 numbers of a head is zero in
+ * queries of INT8; of bfloat16 tiles 5 and 7 have the size that is left. */
 static void amx_attention_begin(const unit *u, int form, int head_size, amx_room *room)
 {
-    const int n = u->num_queries, chunk_bytes = form == INT8 ? 32 : 64;
+    const int most = u->bands[0].num_queries, num_groups = whole_groups(head_size);
+    const int chunk_bytes = form == INT8 ? 32 : 64, size_bytes = head_size * chunk_bytes / 32;
     tile_config config = {.palette = 1};
     for (int tile = 0; tile < 8; tile++) {
-        config.row_bytes[tile] = tile == 5 ? 32 : 64;
-        config.rows[tile] = tile == 6 ? 16 : tile == 7 ? 8 : n;
+        config.row_bytes[tile] = tile == 4 ? chunk_bytes : tile == 5 ? 96 - chunk_bytes : 64;
+        config.rows[tile] = tile == 6 ? chunk_bytes / 4 : tile == 7 ? 24 - chunk_bytes / 4 : most;
     }
     _tile_loadconfig(&config);
-    for (int chunk = 0; chunk < head_size / 32; chunk++)
-        for (int i = 0; i < n; i++)
-            memcpy(room->queries + (chunk * MAX_QUERIES + i) * chunk_bytes, (const char *)u->queries[i] + chunk * chunk_bytes,
-                   chunk_bytes);
+    for (int b = 0; b < u->num_bands; b++) {
+        for (int i = 0; i < u->bands[b].num_queries; i++) {
+            const char *query = u->bands[b].queries[i];
+            for (int first = 0; first < size_bytes; first += chunk_bytes) {
+                const int count = size_bytes - first < chunk_bytes ? size_bytes - first : chunk_bytes;
+                char *to = room->queries[b] + first * MAX_QUERIES + i * chunk_bytes;
+                if (count < chunk_bytes) memset(to, 0, chunk_bytes);
+                memcpy(to, query + first, count);
+            }
+            if (form != INT8) continue;
+            const float *scales = (const float *)(query + num_groups * GROUP);
+            for (int group = 0; group < num_groups; group++) {
+                room->scales[b][i][group] = scales[group];
+                room->offsets[b][i][group] = 128.f * scales[num_groups + group];
+            }
+        }
+    }
 }
 
-static void amx_score_bfloat16(int head_size, const char *const *records, int num_records, const amx_room *room,
+static void amx_score_bfloat16(int head_size, const char *queries, const char *const *records, int num_records,
                                block_scores *b)
 {
     for (int r = 0; r < num_records; r++) {
         _tile_zero(0);
         for (int chunk = 0; chunk < head_size / 32; chunk++) {
-            _tile_loadd(4, room->queries + chunk * MAX_QUERIES * 64, 64);
+            _tile_loadd(4, queries + chunk * MAX_QUERIES * 64, 64);
             _tile_loadd(6, records[r] + chunk * 16 * 64, 64);
             _tile_dpbf16ps(0, 4, 6);
+        }
+        if (head_size % 32) {
+            _tile_loadd(5, queries + head_size / 32 * MAX_QUERIES * 64, 64);
+            _tile_loadd(7, records[r] + head_size / 32 * 16 * 64, 64);
+            _tile_dpbf16ps(0, 5, 7);
         }
         _tile_stored(0, b->scores[0] + r * TOKENS, sizeof b->scores[0]);
     }
 }
 
-static void amx_score_int8(int head_size, const unit *u, const char *const *records, int num_records, amx_room *room,
+static void amx_score_int8(int head_size, int n, int band, const char *const *records, int num_records, amx_room *room,
                            block_scores *b)
 {
-    const int num_groups = head_size / GROUP;
-    for (int i = 0; i < u->num_queries; i++) memset(b->scores[i], 0, num_records * TOKENS * sizeof(float));
-    for (int group = 0; group < num_groups; group++) {
-        _tile_loadd(5, room->queries + group * MAX_QUERIES * 32, 32);
-        for (int r = 0; r < num_records; r++) {
-            _tile_zero(0);
-            _tile_loadd(7, records[r] + group * 8 * 64, 64);
-            _tile_dpbsud(0, 5, 7);
-            _tile_stored(0, room->dots[r], 64);
+    const int num_groups = whole_groups(head_size);
+    for (int first = 0, count; first < num_records; first += count) {
+        count = num_records - first < FEW_RECORDS ? num_records - first : FEW_RECORDS;
+        for (int group = 0; group < num_groups; group++) {
+            _tile_loadd(4, room->queries[band] + group * MAX_QUERIES * GROUP, GROUP);
+            for (int r = 0; r < count; r++) {
+                _tile_zero(0);
+                _tile_loadd(6, records[first + r] + group * GROUP * TOKENS, 64);
+                _tile_dpbsud(0, 4, 6);
+                _tile_stored(0, room->dots[group][r], 64);
+            }
         }
-        for (int i = 0; i < u->num_queries; i++) {
-            const float *of_query = (const float *)((const char *)u->queries[i] + head_size) + group;
-            const floats scale = all(*of_query), offset = all(128.f * of_query[num_groups]);
-            for (int r = 0; r < num_records; r++) {
-                ints whole;
-                memcpy(&whole, room->dots[r][i], sizeof whole);
-                float *score = b->scores[i] + r * TOKENS;
-                store(score, fused(__builtin_convertvector(whole, floats) - offset, scale, load(score)));
+        for (int r = 0; r < count; r++) {
+            const floats key_scales = load((const float *)(records[first + r] + TOKENS * head_size));
+            for (int i = 0; i < n; i++) {
+                floats sum = all(0.f);
+                for (int group = 0; group < num_groups; group++) {
+                    ints whole;
+                    memcpy(&whole, room->dots[group][r][i], sizeof whole);
+                    const floats dot = __builtin_convertvector(whole, floats) - room->offsets[band][i][group];
+                    sum = fused(dot, all(room->scales[band][i][group]), sum);
+                }
+                store(b->scores[i] + (first + r) * TOKENS, sum * key_scales);
             }
         }
     }
-    for (int r = 0; r < num_records; r++) {
-        const floats key_scales = load((const float *)(records[r] + TOKENS * head_size));
-        for (int i = 0; i < u->num_queries; i++)
-            store(b->scores[i] + r * TOKENS, load(b->scores[i] + r * TOKENS) * key_scales);
-    }
 }
 
-/* Bring a record's whole numbers into pairs of bfloat16, which hold them exactly, and their scales into the weights. */
-INLINE void amx_widen_values(int head_size, int n, const char *record, int r, amx_room *room, block_scores *b)
+/* Bring whole numbers of records into pairs of bfloat16, which hold them exactly; what is missing to 32 keys is zero. */
+static void amx_widen_values(int head_size, const char *const *values, int num_records, amx_room *room)
 {
-    const int8_t *values = (const int8_t *)record;
-    uint16_t *to = room->values + r * TOKENS * head_size;
-    for (int pair = 0; pair < TOKENS / 2; pair++, values += 2 * head_size, to += 2 * head_size) {
-        for (int d = 0; d < head_size; d += LANES) {
-            words low = (words)widen_bytes(values + d), high = (words)widen_bytes(values + head_size + d);
-            words both = low >> 16 | (high & 0xffff0000);
-            memcpy(to + 2 * d, &both, sizeof both);
+    uint16_t *to = room->values;
+    for (int r = 0; r < num_records; r++) {
+        const int8_t *from = (const int8_t *)values[r];
+        for (int pair = 0; pair < TOKENS / 2; pair++, from += 2 * head_size, to += 2 * head_size) {
+            for (int d = 0; d < head_size; d += LANES) {
+                words low = (words)widen_bytes(from + d), high = (words)widen_bytes(from + head_size + d);
+                words both = low >> 16 | (high & 0xffff0000);
+                memcpy(to + 2 * d, &both, sizeof both);
+            }
         }
     }
-    const floats scale = load((const float *)(record - TOKENS * 4));
-    for (int i = 0; i < n; i++) {
-        floats weight = load(b->scores[i] + r * TOKENS);
-        narrow_to(b->narrow[i] + r * TOKENS, choose(weight == 0.f, weight, weight * scale)); /* unseen: any scale */
-    }
+    if (num_records % 2) memset(to, 0, TOKENS * head_size * sizeof *to);
 }
 
-static void amx_add_values(int form, int head_size, int n, const char *const *records, int num_records, amx_room *room,
-                           block_scores *b, partial *p)
+#define FOR_TILES(DO) DO(0) if (num_tiles > 1) DO(1) if (num_tiles > 2) DO(2) if (num_tiles > 3) DO(3)
+#define LOAD_SUMS(t) _tile_loadd(t, sums + 16 * t, stride);
+#define STORE_SUMS(t) _tile_stored(t, sums + 16 * t, stride);
+#define ADD_PRODUCTS(t) { _tile_loadd(7, of + 2 * (d + 16 * t), values_stride); _tile_dpbf16ps(t, 5, 7); }
+
+static void amx_add_values(int form, int head_size, int n, const char *const *values, int num_records,
+                           const amx_room *room, block_scores *b, partial *p)
 {
-    if (form == INT8)
-        for (int r = 0; r < num_records; r++) amx_widen_values(head_size, n, records[r], r, room, b);
+    const int records_at_once = form == INT8 ? 2 : 1;
+    const int64_t stride = sizeof p->values[0], values_stride = head_size * 4;
     for (int i = 0; i < n; i++) {
+        if (num_records % records_at_once) memset(b->narrow[i] + num_records * TOKENS, 0, TOKENS * sizeof *b->narrow[i]);
         if (b->factors[i] == 1.f) continue;
         for (int d = 0; d < head_size; d += LANES) store(p->values[i] + d, load(p->values[i] + d) * b->factors[i]);
     }
-    const int64_t stride = sizeof p->values[0];
-    for (int d = 0; d < head_size; d += 32) {
-        _tile_loadd(0, p->values[0] + d, stride);
-        _tile_loadd(1, p->values[0] + d + 16, stride);
-        for (int r = 0; r < num_records; r++) {
-            const uint16_t *values = form == INT8 ? room->values + r * TOKENS * head_size : (const uint16_t *)records[r];
+    for (int d = 0; d < head_size; d += 64) {
+        const int num_tiles = (head_size - d) / 16; /* or 4 */
+        float *sums = p->values[0] + d;
+        FOR_TILES(LOAD_SUMS)
+        for (int r = 0; r < num_records; r += records_at_once) {
+            const uint16_t *of = form == INT8 ? room->values + r * TOKENS * head_size : (const uint16_t *)values[r];
             _tile_loadd(5, b->narrow[0] + r * TOKENS, sizeof b->narrow[0]);
-            _tile_loadd(7, values + 2 * d, head_size * 4);
-            _tile_dpbf16ps(0, 5, 7);
-            _tile_loadd(7, values + 2 * d + 32, head_size * 4);
-            _tile_dpbf16ps(1, 5, 7);
+            FOR_TILES(ADD_PRODUCTS)
         }
-        _tile_stored(0, p->values[0] + d, stride);
-        _tile_stored(1, p->values[0] + d + 16, stride);
+        FOR_TILES(STORE_SUMS)
     }
 }
 #endif
@@ -400,52 +436,85 @@ static void amx_add_values(int form, int head_size, int n, const char *const *re
     static __attribute__((noinline)) void score_##n(int form, int size, const void *const *q, const char *const *k,   \
                                                     int num_records, block_scores *b)                                 \
     {                                                                                                                 \
-        if (form == FLOAT32) score(n, FLOAT32, size, q, k, num_records, b);                                           \
+        if (form == FLOAT32 || ONLY_FLOAT32) score(n, FLOAT32, size, q, k, num_records, b);                                           \
         else if (form == BFLOAT16) score(n, BFLOAT16, size, q, k, num_records, b);                                    \
         else score(n, INT8, size, q, k, num_records, b);                                                              \
     }                                                                                                                 \
     static __attribute__((noinline)) void add_values_##n(int form, int size, const block_scores *b,                   \
                                                          const char *const *v, int num_records, partial *p)           \
     {                                                                                                                 \
-        if (form == FLOAT32) add_values(n, FLOAT32, size, b, v, num_records, p);                                      \
+        if (form == FLOAT32 || ONLY_FLOAT32) add_values(n, FLOAT32, size, b, v, num_records, p);                                      \
         else if (form == BFLOAT16) add_values(n, BFLOAT16, size, b, v, num_records, p);                               \
         else add_values(n, INT8, size, b, v, num_records, p);                                                         \
     }
-#define SCORE_CASE(n) case n: score_##n(form, size, u->queries, records, num_records, &b); break;
-#define VALUES_CASE(n) case n: add_values_##n(form, size, &b, values, num_records, p); break;
+#define SCORE_CASE(n) case n: score_##n(form, size, q->queries, records, num_records, &b); break;
+#define VALUES_CASE(n) case n: add_values_##n(form, size, &b, values, num_records, &p[of]); break;
 FOR_EACH_COUNT(DEFINE_ATTENTION)
 
 INLINE int32_t clamp(int64_t count) { return count < 0 ? 0 : count < KEYS ? (int32_t)count : KEYS; }
 
-/* Turn query i's scores of the keys from `position` on into weights relative to the largest score so far. */
-static __attribute__((noinline)) void weigh(const attend_operation *op, const unit *u, int i, int64_t position,
-                                            int num_records, block_scores *b, partial *p)
+/* Turn a query's scores of the keys [from, until) of KEYS into weights relative to the largest score so far; those of
+ * other keys are zero. `value_scales` are multiplied into narrow weights, if there are any. */
+INLINE void weigh_keys(const int sees_all, const int is_narrow, const attend_operation *op, float *scores, int num_records,
+                       int32_t from, int32_t until, const float *const *value_scales, uint16_t *narrow, float *largest,
+                       floats *sums, float *factor)
 {
     const floats none = all(-INFINITY);
-    const int32_t from = clamp(u->from[i] - position), until = clamp(u->until[i] - position);
-    floats scores[KEYS / LANES], largest = none;
-    ints seen[KEYS / LANES], key;
-    for (int lane = 0; lane < LANES; lane++) key[lane] = lane;
-    for (int v = 0; v < num_records * TOKENS / LANES; v++, key += LANES) {
-        seen[v] = (key >= from) & (key < until);
-        floats score = load(b->scores[i] + v * LANES) * op->scale;
-        if (op->cap != 0.f) score = hyperbolic_tangent(score / op->cap) * op->cap;
-        scores[v] = choose(seen[v], score, none);
-        largest = larger(largest, scores[v]);
+    const int num_vectors = num_records * TOKENS / LANES;
+    float scale = op->scale;
+    floats most = none, sum;
+    ints lanes, key;
+    for (int lane = 0; lane < LANES; lane++) lanes[lane] = lane;
+    if (op->cap != 0.f) {
+        for (int v = 0; v < num_vectors; v++)
+            store(scores + v * LANES, hyperbolic_tangent(load(scores + v * LANES) * scale / op->cap) * op->cap);
+        scale = 1.f;
     }
-    float before = p->largest[i], now = largest_of(largest);
-    now = before > now ? before : now;
-    floats factor = exponential(all(before - now)), sum = p->sums[i] * factor;
-    for (int v = 0; v < num_records * TOKENS / LANES; v++) {
-        floats below = scores[v] - now; /* no number where the score is none, and so must the weight be */
-        floats weight = choose(seen[v], choose((ints)(below == below), exponential(below), below), all(0.f));
-        sum = sum + weight;
-        store(b->scores[i] + v * LANES, weight);
-        narrow_to(b->narrow[i] + v * LANES, weight);
+    key = lanes;
+    for (int v = 0; v < num_vectors; v++, key += LANES) {
+        floats score = load(scores + v * LANES);
+        most = larger(most, sees_all ? score : choose((key >= from) & (key < until), score, none));
     }
-    p->largest[i] = now;
-    p->sums[i] = sum;
-    b->factors[i] = factor[0];
+    const float before = *largest, here = largest_of(most) * scale, now = before > here ? before : here;
+    const floats change = exponential(all(before - now));
+    sum = *sums * change;
+    key = lanes;
+    for (int v = 0; v < num_vectors; v++, key += LANES) {
+        const floats below = fused(load(scores + v * LANES), all(scale), all(-now));
+        const ints seen = (key >= from) & (key < until);
+        floats weight = exponential_within(larger(all(-87.f), below)); /* none where the score is none */
+        if (!sees_all) weight = choose(seen, weight, all(0.f));
+        sum += weight;
+        if (!is_narrow) {
+            store(scores + v * LANES, weight);
+            continue;
+        }
+        if (value_scales) {
+            weight *= load(value_scales[v * LANES / TOKENS] + v * LANES % TOKENS);
+            if (!sees_all) weight = choose(seen, weight, all(0.f)); /* whatever the scale of a key that is not seen */
+        }
+        narrow_to(narrow + v * LANES, weight);
+    }
+    *largest = now;
+    *sums = sum;
+    *factor = change[0];
+}
+
+/* Turn the scores of query i and the keys from `position` on into weights; see weigh_keys. */
+static __attribute__((noinline)) void weigh(const attend_operation *op, const band *q, int i, int64_t position,
+                                            int num_records, int is_narrow, const float *const *value_scales,
+                                            block_scores *b, partial *p)
+{
+    const int32_t from = clamp(q->from[i] - position), until = clamp(q->until[i] - position);
+    const int sees_all = from == 0 && until >= num_records * TOKENS;
+#define WEIGH(sees_all, is_narrow)                                                                                     \
+    weigh_keys(sees_all, is_narrow, op, b->scores[i], num_records, from, until, value_scales, b->narrow[i],            \
+               &p->largest[i], &p->sums[i], &b->factors[i])
+    if (is_narrow && sees_all) WEIGH(1, 1);
+    else if (is_narrow) WEIGH(0, 1);
+    else if (sees_all) WEIGH(1, 0);
+    else WEIGH(0, 0);
+#undef WEIGH
 }
 
 /* Copy a record's values without the tokens from `count` on, which may hold anything. */
@@ -477,45 +546,61 @@ INLINE void fetch_ahead(const attend_operation *op, const unit *u, int64_t posit
     }
 }
 
-/* Attend to the keys in [begin, end), which begin at a multiple of KEYS, from nothing. */
+/* Attend to the keys in [begin, end), which begin at a multiple of KEYS, from nothing; `p` is of each band. */
 static void attend_keys(const attend_operation *op, const unit *u, int64_t begin, int64_t end, partial *p)
 {
-    const int form = op->form, size = op->head_size, n = u->num_queries;
+    const int form = op->form, size = op->head_size;
     const int64_t values_at = keys_bytes(form, size) + (form == INT8 ? SCALES_BYTES : 0);
     _Alignas(64) char tail[TOKENS * MAX_HEAD * sizeof(float)];
     block_scores b;
 #if defined(__AMX_BF16__)
     amx_room room;
-    if (is_tiled(form, size)) amx_attention_begin(u, form, size, &room);
+    const int tiled = form != FLOAT32;
+    if (tiled) amx_attention_begin(u, form, size, &room);
+#else
+    const int tiled = 0;
 #endif
-    for (int i = 0; i < n; i++) {
-        p->largest[i] = -INFINITY;
-        p->sums[i] = all(0.f);
-        memset(p->values[i], 0, size * sizeof(float));
+    for (int of = 0; of < u->num_bands; of++) {
+        for (int i = 0; i < u->bands[of].num_queries; i++) {
+            p[of].largest[i] = -INFINITY;
+            p[of].sums[i] = all(0.f);
+            memset(p[of].values[i], 0, size * sizeof(float));
+        }
     }
     for (int64_t position = begin; position < end; position += KEYS) {
         const int64_t num_keys = u->last - position;
         const int num_records = num_keys < KEYS ? (int)(num_keys + TOKENS - 1) / TOKENS : RECORDS;
         const char *records[RECORDS], *values[RECORDS];
+        const float *value_scales[RECORDS];
         for (int r = 0; r < num_records; r++) {
             int64_t at = position + r * TOKENS, count = u->last - at;
             records[r] = record_at(form, size, op->places, u->block_table, at, u->kv_head);
             values[r] = records[r] + values_at;
+            value_scales[r] = (const float *)values[r] - TOKENS;
             if (count < TOKENS) values[r] = without_tail(form, size, values[r], (int)count, tail);
         }
         fetch_ahead(op, u, position + KEYS);
 #if defined(__AMX_BF16__)
-        if (is_tiled(form, size)) {
-            if (form == INT8) amx_score_int8(size, u, records, num_records, &room, &b);
-            else amx_score_bfloat16(size, records, num_records, &room, &b);
-            for (int i = 0; i < n; i++) weigh(op, u, i, position, num_records, &b, p);
-            amx_add_values(form, size, n, values, num_records, &room, &b, p);
-            continue;
-        }
+        if (tiled && form == INT8) amx_widen_values(size, values, num_records, &room);
 #endif
-        switch (n) { FOR_EACH_COUNT(SCORE_CASE) }
-        for (int i = 0; i < n; i++) weigh(op, u, i, position, num_records, &b, p);
-        switch (n) { FOR_EACH_COUNT(VALUES_CASE) }
+        for (int of = 0; of < u->num_bands; of++) {
+            const band *q = &u->bands[of];
+            const int n = q->num_queries, is_narrow = tiled || form == BFLOAT16;
+            if (q->last <= position || q->first >= position + KEYS) continue;
+#if defined(__AMX_BF16__)
+            if (tiled && form == INT8) amx_score_int8(size, n, of, records, num_records, &room, &b);
+            else if (tiled) amx_score_bfloat16(size, room.queries[of], records, num_records, &b);
+            else
+#endif
+            switch (n) { FOR_EACH_COUNT(SCORE_CASE) }
+            for (int i = 0; i < n; i++)
+                weigh(op, q, i, position, num_records, is_narrow, tiled && form == INT8 ? value_scales : NULL, &b, &p[of]);
+#if defined(__AMX_BF16__)
+            if (tiled) amx_add_values(form, size, n, values, num_records, &room, &b, &p[of]);
+            else
+#endif
+            switch (n) { FOR_EACH_COUNT(VALUES_CASE) }
+        }
     }
 }
 
@@ -533,14 +618,18 @@ INLINE void fold(partial *all_keys, const partial *further, int i, int head_size
 /* Divide what was summed over all keys. */
 static void finish_unit(const attend_operation *op, const unit *u, const partial *all_keys)
 {
-    for (int i = 0; i < u->num_queries; i++) {
-        float sum = sum_of(all_keys->sums[i]), factor = 1.f;
-        if (op->sinks) {
-            float sink = op->sinks[u->head[i]], largest = all_keys->largest[i] > sink ? all_keys->largest[i] : sink;
-            factor = exponential(all(all_keys->largest[i] - largest))[0];
-            sum = sum * factor + exponential(all(sink - largest))[0];
+    for (int of = 0; of < u->num_bands; of++, all_keys++) {
+        const band *q = &u->bands[of];
+        for (int i = 0; i < q->num_queries; i++) {
+            float sum = sum_of(all_keys->sums[i]), factor = 1.f;
+            if (op->sinks) {
+                float sink = op->sinks[q->head[i]], largest = all_keys->largest[i] > sink ? all_keys->largest[i] : sink;
+                factor = exponential(all(all_keys->largest[i] - largest))[0];
+                sum = sum * factor + exponential(all(sink - largest))[0];
+            }
+            for (int d = 0; d < op->head_size; d += LANES)
+                store(q->out[i] + d, load(all_keys->values[i] + d) * (factor / sum));
         }
-        for (int d = 0; d < op->head_size; d += LANES) store(u->out[i] + d, load(all_keys->values[i] + d) * (factor / sum));
     }
 }
 
@@ -551,18 +640,24 @@ INLINE void attend_split(const attend_operation *op, const unit *u, int64_t spli
     attend_keys(op, u, begin < u->first ? u->first / KEYS * KEYS : begin, end < u->last ? end : u->last, p);
 }
 
-static void attend_unit(const attend_operation *op, const unit *u)
+INLINE void fold_unit(const unit *u, partial *all_keys, const partial *further, int head_size)
 {
-    partial all_keys, further;
-    attend_split(op, u, u->first / SPLIT, &all_keys);
-    for (int64_t split = u->first / SPLIT + 1; split * SPLIT < u->last; split++) {
-        attend_split(op, u, split, &further);
-        for (int i = 0; i < u->num_queries; i++) fold(&all_keys, &further, i, op->head_size);
-    }
-    finish_unit(op, u, &all_keys);
+    for (int of = 0; of < u->num_bands; of++)
+        for (int i = 0; i < u->bands[of].num_queries; i++) fold(&all_keys[of], &further[of], i, head_size);
 }
 
-/* A unit whose splits several threads compute: each folds its own in when all before it have been. */
+static void attend_unit(const attend_operation *op, const unit *u)
+{
+    partial all_keys[MAX_BANDS], further[MAX_BANDS];
+    attend_split(op, u, u->first / SPLIT, all_keys);
+    for (int64_t split = u->first / SPLIT + 1; split * SPLIT < u->last; split++) {
+        attend_split(op, u, split, further);
+        fold_unit(u, all_keys, further, op->head_size);
+    }
+    finish_unit(op, u, all_keys);
+}
+
+/* A unit of one band whose splits several threads compute: each folds its own in when all before it have been. */
 typedef struct {
     counter num_folded;
     partial all_keys;
@@ -574,10 +669,10 @@ static void attend_shared(const attend_operation *op, const unit *u, int64_t spl
     const int64_t turn = split - u->first / SPLIT;
     attend_split(op, u, split, &own);
     counter_wait(&shared->num_folded, (int)turn, spin_ns);
-    for (int i = 0; i < u->num_queries; i++) {
-        if (turn) {
-            fold(&shared->all_keys, &own, i, op->head_size);
-        } else {
+    if (turn) {
+        fold_unit(u, &shared->all_keys, &own, op->head_size);
+    } else {
+        for (int i = 0; i < u->bands[0].num_queries; i++) {
             shared->all_keys.largest[i] = own.largest[i];
             shared->all_keys.sums[i] = own.sums[i];
             memcpy(shared->all_keys.values[i], own.values[i], op->head_size * sizeof(float));
@@ -595,44 +690,61 @@ enum { UNITS_A_THREAD = 4 }; /* with fewer, threads share units */
 
 INLINE int most_shared(const team *t) { return t->num_threads > 1 ? UNITS_A_THREAD * t->num_threads : 0; }
 
-/* The queries of rows [row, end) and heads [first, end_head) that share a K/V head. */
-static unit unit_of(const attend_operation *op, const step *s, int64_t row, int64_t end, int kv_head, int first, int end_head)
+/* Fill `u` with the queries of rows [row, end) and heads [first, end_head) that share a K/V head, some rows a band. */
+static void take_unit(const attend_operation *op, const step *s, int64_t row, int64_t end, int rows_a_band, int kv_head,
+                      int first, int end_head, unit *u)
 {
-    unit u = {.kv_head = kv_head, .block_table = block_table_of(s, op->group, row), .first = INT64_MAX};
-    for (int64_t r = row; r < end; r++) {
-        for (int h = first; h < end_head; h++) {
-            int i = u.num_queries++;
-            u.head[i] = h;
-            int64_t at = r * op->num_heads + h;
-            u.queries[i] = (const char *)op->queries + at * query_bytes(op->form, op->head_size);
-            u.out[i] = op->out + at * op->head_size;
-            u.until[i] = s->positions[r] + 1;
-            u.from[i] = op->window && u.until[i] > op->window ? u.until[i] - op->window : 0;
-            u.first = u.from[i] < u.first ? u.from[i] : u.first;
-            u.last = u.until[i];
+    u->num_bands = 0;
+    u->kv_head = kv_head;
+    u->block_table = block_table_of(s, op->group, row);
+    u->first = INT64_MAX;
+    for (int64_t r = row, end_row; r < end; r = end_row) {
+        band *q = &u->bands[u->num_bands++];
+        q->num_queries = 0;
+        q->first = INT64_MAX;
+        for (end_row = r; end_row < end && end_row - r < rows_a_band; end_row++) {
+            const int64_t until = s->positions[end_row] + 1, from = op->window && until > op->window ? until - op->window : 0;
+            for (int h = first; h < end_head; h++) {
+                const int i = q->num_queries++;
+                const int64_t at = end_row * op->num_heads + h;
+                q->head[i] = h;
+                q->queries[i] = (const char *)op->queries + at * query_bytes(op->form, op->head_size);
+                q->out[i] = op->out + at * op->head_size;
+                q->from[i] = from;
+                q->until[i] = until;
+            }
+            q->first = from < q->first ? from : q->first;
+            q->last = until;
         }
+        u->first = q->first < u->first ? q->first : u->first;
+        u->last = q->last;
     }
-    return u;
 }
 
 INLINE int most_queries(const attend_operation *op)
 {
 #if defined(__AMX_BF16__)
-    if (is_tiled(op->form, op->head_size)) return MAX_QUERIES;
+    if (op->form != FLOAT32) return MAX_QUERIES;
 #endif
     (void)op;
     return TILE_ROWS;
 }
+
+enum { BANDS_A_THREAD = 32 }; /* with fewer, units are of less than MAX_BANDS */
 
 /* Units are (rows of one request) x (heads of one K/V head), tasks units or splits of them. Returns the number of tasks,
  * and in `num_done` how many were done here. */
 static int attend(const attend_operation *op, const step *s, const team *team, tasks *t, shared_unit *shared, int *num_done)
 {
     const int heads_a_group = op->num_heads / op->num_kv_heads, most = most_queries(op);
-    const int heads_a_unit = heads_a_group < most ? heads_a_group : most, rows_a_unit = most / heads_a_unit;
+    const int heads_a_unit = heads_a_group < most ? heads_a_group : most, rows_a_band = most / heads_a_unit;
     const int units_a_head = (heads_a_group + heads_a_unit - 1) / heads_a_unit;
-    const int are_shared = s->num_rows * op->num_kv_heads * units_a_head <= most_shared(team);
+    const int64_t units_a_row = (int64_t)op->num_kv_heads * units_a_head;
+    const int are_shared = s->num_rows * units_a_row <= most_shared(team);
+    const int64_t num_bands = s->num_rows * units_a_row / rows_a_band / (BANDS_A_THREAD / MAX_BANDS * team->num_threads);
+    const int64_t rows_a_unit = rows_a_band * (are_shared || num_bands < 1 ? 1 : num_bands < MAX_BANDS ? num_bands : MAX_BANDS);
     int mine = take_task(t, INT_MAX), task = 0, number = 0;
+    unit units[2], *u = &units[0], *before = NULL; /* the one before is computed once this one's keys are on their way */
     for (int64_t row = 0, end; row < s->num_rows; row = end) {
         for (end = row + 1; end < s->num_rows && end - row < rows_a_unit && s->requests[end] == s->requests[row]; end++);
         for (int kv_head = 0; kv_head < op->num_kv_heads; kv_head++) {
@@ -641,21 +753,25 @@ static int attend(const attend_operation *op, const step *s, const team *team, t
                 if (end_head > (kv_head + 1) * heads_a_group) end_head = (kv_head + 1) * heads_a_group;
                 if (!are_shared) {
                     if (task++ != mine) continue;
-                    mine = take_task(t, INT_MAX);
+                    take_unit(op, s, row, end, rows_a_band, kv_head, first, end_head, u);
+                    fetch_ahead(op, u, u->first / KEYS * KEYS);
+                    if (before) attend_unit(op, before);
+                    before = u;
+                    u = &units[u == units];
                     ++*num_done;
-                    unit u = unit_of(op, s, row, end, kv_head, first, end_head);
-                    attend_unit(op, &u);
+                    mine = take_task(t, INT_MAX);
                     continue;
                 }
-                unit u = unit_of(op, s, row, end, kv_head, first, end_head);
-                for (int64_t split = u.first / SPLIT; split * SPLIT < u.last; split++) {
+                take_unit(op, s, row, end, rows_a_band, kv_head, first, end_head, u);
+                for (int64_t split = u->first / SPLIT; split * SPLIT < u->last; split++) {
                     if (task++ != mine) continue;
                     mine = take_task(t, INT_MAX);
                     ++*num_done;
-                    attend_shared(op, &u, split, &shared[number], team->spin_ns);
+                    attend_shared(op, u, split, &shared[number], team->spin_ns);
                 }
             }
         }
     }
+    if (before) attend_unit(op, before);
     return task;
 }

@@ -5,8 +5,7 @@
 #include "simd.h"
 #include "operations.h"
 #include "rows.h"
-#include "linear.h"
-#include "attention.h"
+#include "parts.h"
 
 typedef struct {
     team team;
@@ -32,7 +31,7 @@ static void run_shares(const void *operation, const step *s, int64_t begin, int6
     switch (*(const int32_t *)operation) {
     case EMBED: FOR_ROWS embed(operation, s, row); break;
     case NORM: FOR_ROWS norm(operation, row); break;
-    case LINEAR: linear(operation, s->num_rows, begin, end); break;
+    case LINEAR: run_linear(operation, s, begin, end); break;
     case ROTATE: FOR_ROWS rotate(operation, s, row); break;
     case CAP: FOR_ROWS cap(operation, row); break;
     case GREATEST: FOR_ROWS greatest(operation, row); break;
@@ -49,7 +48,7 @@ static void run_operations(int thread, void *argument)
         tasks *t = &p->tasks[i];
         int num_tasks, num_done = 0;
         if (*(const int32_t *)operation == ATTEND) {
-            num_tasks = attend(operation, s, &p->team, t, p->shared, &num_done);
+            num_tasks = run_attention(operation, s, &p->team, t, p->shared, &num_done);
         } else {
             const int64_t shares = num_shares(operation, s);
             num_tasks = TASKS_A_THREAD * p->team.num_threads;

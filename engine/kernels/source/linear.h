@@ -9,7 +9,9 @@
 
 enum { PANEL = 32, VECTORS = PANEL / LANES, MOST_ROWS = 64 };
 enum { PREFETCHED_BYTES = 8192 }; /* how far ahead weights are fetched */
-#if defined(__AVX512F__)
+#if defined(__AMX_BF16__)
+enum { TILE_ROWS = 8, QUANTIZED_ROWS = 4 }; /* of float32, and of whole numbers that are too few for tiles */
+#elif defined(__AVX512F__)
 enum { TILE_ROWS = 12, QUANTIZED_ROWS = 6 }; /* as many sums as registers hold */
 #else
 enum { TILE_ROWS = 3, QUANTIZED_ROWS = 2 };
@@ -105,7 +107,10 @@ INLINE void tile_int4(const int n, const void *in, int64_t row, int num_inputs, 
 }
 
 /* One function a number of rows, so that sums stay in registers: those that the variant's tiles have, for each compiles. */
-#if defined(__AVX512F__)
+#if defined(__AMX_BF16__)
+#define FOR_EACH_COUNT(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
+#define FOR_EACH_QUANTIZED_COUNT(X) X(1) X(2) X(3) X(4)
+#elif defined(__AVX512F__)
 #define FOR_EACH_COUNT(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12)
 #define FOR_EACH_QUANTIZED_COUNT(X) X(1) X(2) X(3) X(4) X(5) X(6)
 #else
@@ -194,7 +199,7 @@ INLINE int rows_at_once(int form, int64_t num_rows)
 {
 #if defined(__AMX_BF16__)
     if (form == BFLOAT16) return AMX_BFLOAT16_ROWS;
-    if (form >= INT8 && num_rows > VECTOR_ROWS) return AMX_QUANTIZED_ROWS;
+    if (form >= INT8 && num_rows > QUANTIZED_ROWS) return AMX_QUANTIZED_ROWS;
 #endif
     (void)num_rows;
     return form >= INT8 ? QUANTIZED_ROWS : TILE_ROWS;

@@ -17,7 +17,7 @@ INLINE void quantize(const int form, const norm_operation *op, int64_t row, cons
     float total = 0.f, sum;
     for (int first = 0; first < op->out_stride; first += group, out.bytes += BAND * group, out.scales += BAND) {
         floats v[WIDE_GROUP / LANES];
-        for (int part = 0; part < group / LANES; part++) {
+        UNROLL for (int part = 0; part < group / LANES; part++) {
             int i = first + part * LANES;
             v[part] = i < op->size ? normalized(op, in, i, factor) : all(0.f);
         }

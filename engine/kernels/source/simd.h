@@ -68,13 +68,22 @@ INLINE words load_words(const void *from) { words v; memcpy(&v, from, sizeof v);
 INLINE floats all(float x) { return x - (floats){}; } /* adding zero would change -0, and cost an addition */
 INLINE floats choose(ints mask, floats yes, floats no) { return (floats)((mask & (ints)yes) | (~mask & (ints)no)); }
 
-/* The larger one; `b` where `a` is no number. */
+/* The larger one, or the smaller; `b` where one of them is no number. */
 INLINE floats larger(floats a, floats b)
 {
 #if defined(__AVX512F__)
     return (floats)_mm512_max_ps((__m512)a, (__m512)b);
 #else
     return choose(a > b, a, b);
+#endif
+}
+
+INLINE floats smaller(floats a, floats b)
+{
+#if defined(__AVX512F__)
+    return (floats)_mm512_min_ps((__m512)a, (__m512)b);
+#else
+    return choose(a < b, a, b);
 #endif
 }
 
@@ -118,11 +127,9 @@ INLINE float largest_of(floats v)
     return v[0];
 }
 
-/* e to the x, relative error 2e-7; x is held between -87 and 88, and what is no number counts as -87. */
-INLINE floats exponential(floats x)
+/* e to an x between -87 and 88, relative error 2e-7; none where x is none. */
+INLINE floats exponential_within(floats x)
 {
-    x = larger(x, all(-87.f));
-    x = -larger(-x, all(-88.f));
     const floats shift = all(12582912.f); /* 1.5 * 2^23: adding it rounds to a whole number */
     floats whole = fused(x, all(1.44269504f), shift) - shift;
     floats rest = fused(whole, all(-0.693359375f), x);
@@ -134,9 +141,16 @@ INLINE floats exponential(floats x)
     p = fused(p, rest, all(1.6666665459e-1f));
     p = fused(p, rest, all(5.0000001201e-1f));
     p = fused(p, rest * rest, rest + 1.f);
+#if defined(__AVX512F__)
+    return (floats)_mm512_scalef_ps((__m512)p, (__m512)whole);
+#else
     ints power = __builtin_convertvector(whole, ints);
     return p * (floats)((power + 127) << 23);
+#endif
 }
+
+/* e to the x, which is held between -87 and 88; what is no number counts as -87. */
+INLINE floats exponential(floats x) { return exponential_within(smaller(larger(x, all(-87.f)), all(88.f))); }
 
 INLINE floats sigmoid(floats x) { return 1.f / (1.f + exponential(-x)); }
 INLINE floats hyperbolic_tangent(floats x)
@@ -213,10 +227,10 @@ INLINE floats rounded(floats x)
 INLINE void quantize_group(const floats *v, int num_vectors, int8_t *out, float *scale, float *sum)
 {
     floats largest = all(0.f), total = all(0.f);
-    for (int i = 0; i < num_vectors; i++) largest = larger(larger(v[i], -v[i]), largest);
+    UNROLL for (int i = 0; i < num_vectors; i++) largest = larger(larger(v[i], -v[i]), largest);
     float most = largest_of(largest);
     floats inverse = all(most > SMALLEST ? 127.f / most : 0.f);
-    for (int i = 0; i < num_vectors; i++) {
+    UNROLL for (int i = 0; i < num_vectors; i++) {
         floats whole = rounded(v[i] * inverse);
         bytes narrow = bytes_of_ints(__builtin_convertvector(whole, ints));
         memcpy(out + i * LANES, &narrow, sizeof narrow);
