@@ -12,6 +12,7 @@ what those before it left asleep. A verb that raises fails alone.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -60,12 +61,18 @@ class Operations:
         trace: Notes steps while a profile is taken, else None.
     """
 
-    def __init__(self, core: EngineCore, describe: Callable[[], str] = lambda: "this engine has no tasks") -> None:
-        """Operate on `core`; `describe` answers `DumpTasks`."""
+    def __init__(
+        self,
+        core: EngineCore,
+        describe: Callable[[], str] = lambda: "this engine has no tasks",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Operate on `core`; `describe` answers `DumpTasks`, `clock` has the times that `trace` will be told."""
         self.asleep: frozenset[SleepTag] = frozenset()
         self.trace: StepTrace | None = None
         self._core = core
         self._describe = describe
+        self._clock = clock
         self._num_pauses = 0
         self._num_resumes = 0
 
@@ -168,7 +175,7 @@ class Operations:
         if isinstance(verb, verbs.StartProfile):
             if self.trace is not None:
                 raise ValueError("a profile is being taken already: stop it first")
-            self.trace = StepTrace()
+            self.trace = StepTrace(self._clock())
             return None
         if self.trace is None:
             raise ValueError("no profile is being taken: start one first")

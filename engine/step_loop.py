@@ -78,7 +78,7 @@ class StepLoop:
         `watchdog` is told when a step is pending, and when it has ended.
         """
         self.grammars = GrammarCompiler(config, core, inbox.put)
-        self._operations = Operations(core, report)
+        self._operations = Operations(core, report, trio.current_time)
         self.utilities = Utilities(core, self._operations, executor, self._wake)
         self._core = core
         self._config = config
@@ -241,7 +241,7 @@ class StepLoop:
             return
         now = trio.current_time()
         if self._operations.trace is not None:
-            self._operations.trace.add_blocks(stats.num_used_blocks, now)
+            self._operations.trace.add_load(stats.num_used_blocks, stats.num_running + stats.num_waiting, now)
         self._told_stats = stats
         self._send(
             EngineCoreOutputs(

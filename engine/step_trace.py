@@ -1,12 +1,14 @@
 """A profile of steps as Chrome's trace viewer (chrome://tracing, Perfetto) reads it, whichever runner ran them.
 
 One row has the steps from launch to commit, the other what the runner says of their parts, laid end to end. Aborts
-stand at the moment at which their message was received, blocks in use at each at which the client is told of them.
+stand at the moment at which their message was received, blocks and requests at each at which the client is told of
+them. Times are those of the system's own clock, which all processes share: several engines' traces lie on one axis.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,9 @@ _MICROSECONDS = 1e6
 class StepTrace:
     """Notes steps until it is written."""
 
-    def __init__(self) -> None:
-        """Start with no step."""
+    def __init__(self, now_s: float) -> None:
+        """Start with no step; `now_s` is the present moment by the clock of all times that are noted."""
+        self._ahead_s = now_s - time.monotonic()
         self._events: list[dict[str, Any]] = []
         self._num_steps = 0
 
@@ -44,10 +47,10 @@ class StepTrace:
         if self._num_steps <= MAX_STEPS:
             self._note("i", "abort", "aborts", at_s, {"num_requests": num_requests}, s="p")
 
-    def add_blocks(self, num_used: int, at_s: float) -> None:
-        """Note how many blocks are in use."""
+    def add_load(self, num_used_blocks: int, num_requests: int, at_s: float) -> None:
+        """Note how many blocks are in use, and how many requests run or wait."""
         if self._num_steps <= MAX_STEPS:
-            self._note("C", "blocks", "blocks", at_s, {"num_used": num_used})
+            self._note("C", "load", "load", at_s, {"num_used_blocks": num_used_blocks, "num_requests": num_requests})
 
     def write(self, folder: Path) -> Path:
         """Write the trace into a new file of `folder`, which is made if it does not exist; return its path."""
@@ -65,5 +68,5 @@ class StepTrace:
     def _note(
         self, kind: str, name: str, row: str, at_s: float, arguments: dict[str, int], **more: float | str
     ) -> None:
-        event = {"name": name, "ph": kind, "pid": os.getpid(), "tid": row, "ts": at_s * _MICROSECONDS}
+        event = {"name": name, "ph": kind, "pid": os.getpid(), "tid": row, "ts": (at_s - self._ahead_s) * _MICROSECONDS}
         self._events.append(event | {"args": arguments} | more)

@@ -44,11 +44,7 @@ MAX_TOKENIZER_THREADS = 2
 
 
 class AsyncLLM(AsyncVerbs):
-    """One engine, asynchronously. Owned by `open_engine`; its receive task is `run`.
-
-    Attributes:
-        last_message_s: When the engine's last message came, by Trio's clock; 0 before the first.
-    """
+    """One engine, asynchronously. Owned by `open_engine`; its receive task is `run`."""
 
     def __init__(
         self, client: AsyncMPClient, tokenizer: Tokenizer, config: EngineConfig, ready: EngineReady, model_name: str
@@ -66,7 +62,7 @@ class AsyncLLM(AsyncVerbs):
         self._stats_changed = trio.Event()
         self._is_stopping = False
         self._last_message: EngineCoreOutputs | None = None
-        self.last_message_s = 0.0
+        self._last_message_s = 0.0
 
     # -- requests ------------------------------------------------------------------------------------------------
 
@@ -274,7 +270,7 @@ class AsyncLLM(AsyncVerbs):
         if self._last_message is None:
             last = "no message yet"
         else:
-            age_s = trio.current_time() - self.last_message_s
+            age_s = trio.current_time() - self._last_message_s
             last = f"last message, of step {self._last_message.step}, {age_s:.3f} s ago"
         yield f"engine {'alive' if self.is_healthy else f'dead: {self.death}'}; {last}"
         streams = {id(stream) for _, stream in self._slots.values()}
@@ -316,7 +312,7 @@ class AsyncLLM(AsyncVerbs):
 
     def _dispatch(self, message: EngineCoreOutputs) -> None:
         stopped: list[RequestId] = []
-        self._last_message, self.last_message_s = message, (now_s := trio.current_time())
+        self._last_message, self._last_message_s = message, (now_s := trio.current_time())
         for output in message.outputs:
             slot = self._slots.get(output.request_id)
             if slot is None:
