@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
 from engine.attention.base import AttentionBatch
-from engine.kernels.operations import Form, Step, pointer, zeros
+from engine.kernels.memory import pointer, zeros
+from engine.kernels.operations import Form, PagePlaces, Step
 from engine.kv_cache.spec import NULL_BLOCK, KVCacheSpec, num_page_tensors
 from engine.outputs import KVCacheGroup
 
@@ -25,28 +27,35 @@ class CompiledPages:
         block_size: int,
         dtype: torch.dtype,
     ) -> None:
-        """Allocate zeroed pages for `num_blocks` blocks, in as many tensors as the largest of `layer_groups` needs."""
-        self.block_size = block_size
-        self._block_bytes = spec.num_kv_heads * block_size * Form.of_pages(dtype).token_bytes(spec.head_dim)
-        num_tensors = num_page_tensors(layer_groups)
-        self.pages = [zeros(num_blocks * self._block_bytes, torch.uint8) for _ in range(num_tensors)]
-        self.places = {
+        """Allocate zeroed pages for `num_blocks` blocks, with as many in each as the largest of `layer_groups` needs.
+
+        Those of a block lie side by side: so what has never been used, blocks of high numbers, takes no memory.
+        """
+        self._block_size = block_size
+        page_bytes = spec.num_kv_heads * block_size * Form.of_pages(dtype).token_bytes(spec.head_dim)
+        shape = num_blocks, num_page_tensors(layer_groups), page_bytes
+        self._pages = zeros(math.prod(shape), torch.uint8).view(shape)
+        self._where = {
             layer: (group, index) for group, kind in enumerate(layer_groups) for index, layer in enumerate(kind.layers)
         }
+
+    def places(self, layer: int) -> tuple[int, PagePlaces]:
+        """Return the group of block tables that are a layer's, and where its pages lie."""
+        group, index = self._where[layer]
+        return group, PagePlaces(pointer(self._pages[0, index]), self._pages.stride(0), self._block_size)
 
     @property
     def size_bytes(self) -> int:
         """See `AttentionPages.size_bytes`."""
-        return sum(pages.nbytes for pages in self.pages)
+        return self._pages.nbytes
 
     def release_pages(self) -> None:
         """See `AttentionPages.release_pages`."""
-        self.pages.clear()
+        self._pages = self._pages[:0].clone()
 
     def clear_null_block(self) -> None:
         """See `AttentionPages.clear_null_block`."""
-        for pages in self.pages:
-            pages.view(-1, self._block_bytes)[NULL_BLOCK] = 0
+        self._pages[NULL_BLOCK] = 0
 
     def prepare(self, batch: AttentionBatch) -> tuple[Step, list[np.ndarray]]:
         """Lay out whose rows they are and where their blocks lie."""

@@ -6,16 +6,15 @@ Numbers travel as float32 between operations; products take rows in the form of 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import enum
-import mmap
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
+
+from engine.kernels.memory import pointer
 
 LANES = 16
 """Sizes of rows and heads must be multiples of it."""
@@ -101,7 +100,7 @@ class Epilogue(enum.IntEnum):
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1}
 
 
-def _fields(*kinds: tuple[type[ctypes._SimpleCData[Any]], str]) -> list[tuple[str, type[ctypes._SimpleCData[Any]]]]:
+def _fields(*kinds: tuple[type[ctypes._SimpleCData[Any]], str]) -> list[tuple[str, Any]]:
     """Return the fields of a struct: of each kind those named."""
     return [(name, kind) for kind, names in kinds for name in names.split()]
 
@@ -116,9 +115,9 @@ class Step(ctypes.Structure):
 
 
 class Embed(ctypes.Structure):
-    """Rows of a table, scaled."""
+    """Rows of a packed weight, scaled."""
 
-    _fields_ = _fields((c_int32, "kind form size"), (c_float, "scale"), (c_void_p, "table out"))
+    _fields_ = _fields((c_int32, "kind form size num_inputs"), (c_float, "scale"), (c_void_p, "weight scales out"))
 
 
 class Norm(ctypes.Structure):
@@ -145,23 +144,30 @@ class Product(ctypes.Structure):
     )
 
 
+class PagePlaces(ctypes.Structure):
+    """Where the pages of a layer lie."""
+
+    _fields_ = _fields((c_void_p, "first"), (c_int64, "block_bytes"), (c_int32, "block_size"))
+
+
 class Rotate(ctypes.Structure):
     """Rotation of queries and keys; keys and values go to the pages."""
 
-    _fields_ = _fields(
-        (c_int32, "kind form num_heads num_kv_heads head_size rotary_size group block_size"),
-        (c_void_p, "cosines sines qkv queries pages"),
-    )
+    _fields_ = [
+        *_fields((c_int32, "kind form num_heads num_kv_heads head_size rotary_size group")),
+        ("places", PagePlaces),
+        *_fields((c_void_p, "cosines sines qkv queries")),
+    ]
 
 
 class Attend(ctypes.Structure):
     """Rows over the keys up to their own."""
 
-    _fields_ = _fields(
-        (c_int32, "kind form num_heads num_kv_heads head_size window group block_size"),
-        (c_float, "scale cap"),
-        (c_void_p, "sinks queries pages out"),
-    )
+    _fields_ = [
+        *_fields((c_int32, "kind form num_heads num_kv_heads head_size window group")),
+        ("places", PagePlaces),
+        *_fields((c_float, "scale cap"), (c_void_p, "sinks queries out")),
+    ]
 
 
 class Cap(ctypes.Structure):
@@ -207,29 +213,3 @@ def greatest(team: Team, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     team = team._replace(num_threads=min(team.num_threads, 1 + len(rows) // 16))  # a thread takes its time to start
     Program([operation], ()).run(Step(num_rows=len(rows)), team)
     return values, places
-
-
-def aligned(values: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous copy that begins at a multiple of 64 bytes."""
-    room = zeros(values.numel(), values.dtype).view(values.shape)
-    return room.copy_(values)
-
-
-def zeros(count: int, dtype: torch.dtype, *, is_huge: bool = True) -> torch.Tensor:
-    """Return `count` zeros that begin at a multiple of 64 bytes, in huge pages where the system has them.
-
-    Memory is taken when it is first written. Huge pages make a step a third faster, for it reads each weight once; what
-    may stay empty for the most part is not huge.
-    """
-    room = mmap.mmap(-1, max(1, count * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if is_huge and hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            room.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(room, dtype=dtype, count=count)
-
-
-def pointer(values: torch.Tensor | np.ndarray | None) -> int | None:
-    """Return the address of the first number, for a struct; whoever builds the program keeps `values` alive."""
-    if values is None:
-        return None
-    return values.data_ptr() if isinstance(values, torch.Tensor) else values.ctypes.data

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from engine.kernels.operations import DTYPES, GROUP, INPUT_MULTIPLE, LANES, PANEL, Form, aligned, zeros
+from engine.kernels.memory import Arena
+from engine.kernels.operations import DTYPES, GROUP, INPUT_MULTIPLE, LANES, PANEL, Form
 
-PANELS_AT_ONCE = 64
+PANELS_AT_ONCE = 8
 """Panels that are packed together: what is held beside a weight meanwhile is little."""
 
 
@@ -47,21 +48,29 @@ class Int4(NamedTuple):
 class PackedWeight:
     """A weight `[num_outputs, num_inputs]` in panels of 32 outputs, padded with zeros; see operations.h."""
 
-    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None, form: Form, int4: Int4 | None = None) -> None:
-        """Pack `weight`, and `bias [num_outputs]` beside it; as INT4 `int4` in its place, if it is given."""
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        form: Form,
+        int4: Int4 | None = None,
+        arena: Arena | None = None,
+    ) -> None:
+        """Pack `weight`, and `bias [num_outputs]` beside it, into `arena`; as INT4 `int4` in its place, if given."""
+        arena = arena or Arena()
         self.form = form
         self.num_outputs, num_inputs = weight.shape
         missing = -self.num_outputs % PANEL
         self.num_inputs = num_inputs + -num_inputs % INPUT_MULTIPLE
         self.scales: torch.Tensor | None = None
-        self.bias = None if bias is None else aligned(F.pad(bias.float(), (0, missing)))
+        self.bias = None if bias is None else arena.copy(F.pad(bias.float(), (0, missing)))
         if form is Form.INT4 and int4 is not None:
-            self.data = aligned(_int4_panels(int4.padded(self.num_outputs + missing, self.num_inputs // GROUP)))
+            self.data = arena.copy(_int4_panels(int4.padded(self.num_outputs + missing, self.num_inputs // GROUP)))
             return
         num_panels = (self.num_outputs + missing) // PANEL
         if form is Form.INT8:
-            self.scales = zeros(num_panels * PANEL, torch.float32)
-        self.data = zeros(num_panels * form.panel_bytes(self.num_inputs), torch.uint8).view(num_panels, -1)
+            self.scales = arena.zeros(num_panels * PANEL, torch.float32)
+        self.data = arena.zeros(num_panels * form.panel_bytes(self.num_inputs), torch.uint8).view(num_panels, -1)
         for first in range(0, num_panels, PANELS_AT_ONCE):
             rows = weight[first * PANEL : (first + PANELS_AT_ONCE) * PANEL]
             rows = F.pad(rows, (0, self.num_inputs - num_inputs, 0, -len(rows) % PANEL))

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 
 from engine.attention.compiled import CompiledPages
+from engine.kernels.memory import Arena, pointer, zeros
 from engine.kernels.operations import (
     ACTIVATIONS,
-    DTYPES,
     INPUT_MULTIPLE,
     LANES,
     MAX_HEAD,
@@ -33,9 +33,6 @@ from engine.kernels.operations import (
     Rotate,
     Step,
     Team,
-    aligned,
-    pointer,
-    zeros,
 )
 from engine.kernels.weights import Int4, PackedWeight, interleaved
 from engine.models.checkpoint import EMBEDDING, HEAD
@@ -91,7 +88,7 @@ class CompiledDecoder:
         max_model_len: int,
         team: Team,
         forms: Forms,
-        int4: Mapping[str, Int4] | None = None,
+        int4: Mapping[str, Callable[[], Int4]] | None = None,
     ) -> None:
         """Load and pack the weights, layer by layer, so that little lies in memory twice.
 
@@ -103,7 +100,7 @@ class CompiledDecoder:
             max_model_len: The positions that can be rotated.
             team: Runs the operations.
             forms: What weights, keys and values are stored as.
-            int4: Weights that the checkpoint holds in 4 bits, by name: taken as they are where the form is INT4.
+            int4: Reads a weight that the checkpoint holds in 4 bits, by name: taken as it is where the form is INT4.
 
         Raises:
             UnsupportedModel: A rotary embedding cannot be had for so many positions.
@@ -113,6 +110,7 @@ class CompiledDecoder:
         self._forms = forms
         self._max_rows = -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE
         self._memory: list[Any] = []
+        self._arena = arena = Arena()
         self._hidden = self._room(config.hidden_size)
         self._normed = self._room(config.hidden_size)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -125,18 +123,19 @@ class CompiledDecoder:
         self._rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         for rope in {rope for rope in config.ropes if rope}:
             rotary = RotaryEmbedding(rope, max_model_len, torch.float32)
-            self._rotations[rope] = self._keep(aligned(rotary.cos)), self._keep(aligned(rotary.sin))
+            self._rotations[rope] = self._keep(arena.copy(rotary.cos)), self._keep(arena.copy(rotary.sin))
         self._int4 = int4 or {}
-        self._places: dict[int, Int4] = {}
+        self._places: dict[int, Callable[[], Int4]] = {}
         embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
         fill({EMBEDDING: embedding})
-        self._embedding_form = Form.of("none", dtype)
-        self._embedding = self._keep(aligned(embedding.to(DTYPES[self._embedding_form])))
-        self._embedding_scale = embedding_scale(config, dtype)
+        form = forms.head if config.ties_embeddings else Form.of("none", dtype)
+        self._embedding = head = self._keep(PackedWeight(embedding, None, form, arena=arena))
         if not config.ties_embeddings:
             fill({HEAD: embedding})
-        self._head = self._logits_program(Linear(embedding))
+            head = self._keep(PackedWeight(embedding, None, forms.head, arena=arena))
         del embedding
+        self._embedding_scale = embedding_scale(config, dtype)
+        self._head = self._logits_program(head)
         self._layers = [self._layer(index, dtype, fill) for index in range(config.num_layers)]
         norm = DecoderNorm(config.hidden_size, config, dtype)
         fill({"model.norm.weight": norm.weight})
@@ -152,15 +151,15 @@ class CompiledDecoder:
     def use_attention(self, pages: CompiledPages) -> None:
         """See `Model.use_attention`."""
         config = self.config
-        embed = Embed(Kind.EMBED, self._embedding_form, config.hidden_size, self._embedding_scale)
-        embed.table, embed.out = pointer(self._embedding), pointer(self._hidden)
+        weight = self._embedding
+        embed = Embed(Kind.EMBED, weight.form, config.hidden_size, weight.num_inputs, self._embedding_scale)
+        embed.weight, embed.scales, embed.out = pointer(weight.data), pointer(weight.scales), pointer(self._hidden)
         operations: list[ctypes.Structure] = [embed]
         for index, layer in enumerate(self._layers):
-            group, place = pages.places[index]
+            group, places = pages.places(index)
             for operation in layer:
                 if isinstance(operation, Rotate | Attend):
-                    operation.group, operation.block_size = group, pages.block_size
-                    operation.pages = pointer(pages.pages[place])
+                    operation.group, operation.places = group, places
             operations += layer
         operations.append(self._final_norm)
         self._program = Program(operations, [self._memory, pages])
@@ -204,32 +203,21 @@ class CompiledDecoder:
         norms = [layer.norms.get(name) if name else None for name in NORM_NAMES[config.traits.norm_places]]
         operations = [
             self._prepared(norms[0], self._hidden, config.hidden_size),
-            self._product(layer.qkv, config.hidden_size, self._qkv, width),
+            self._linear(layer.qkv, config.hidden_size, self._qkv, width),
         ]
         for name, first, size in (("q_norm", 0, queries), ("k_norm", queries, keys)):
             if name in layer.head_norms:
                 part = self._qkv[first:]
                 operations.append(self._norm(layer.head_norms[name], part, part, Form.FLOAT32, size, width))
+        heads = config.num_heads, config.num_kv_heads, config.head_dim
         rope = config.ropes[index]
         cosines, sines = self._rotations[rope] if rope else (None, None)
         operations += [
-            Rotate(
-                Kind.ROTATE, form, config.num_heads, config.num_kv_heads, config.head_dim, rope.dim if rope else 0, 0, 0
-            ),
-            Attend(
-                Kind.ATTEND,
-                form,
-                config.num_heads,
-                config.num_kv_heads,
-                config.head_dim,
-                config.windows[index] or 0,
-                0,
-                0,
-                config.attention_scale,
-                config.attention_softcap or 0.0,
-            ),
+            Rotate(Kind.ROTATE, form, *heads, rope.dim if rope else 0),
+            Attend(Kind.ATTEND, form, *heads, config.windows[index] or 0),
         ]
         rotate, attend = operations[-2:]
+        attend.scale, attend.cap = config.attention_scale, config.attention_softcap or 0.0
         rotate.cosines, rotate.sines, rotate.qkv = pointer(cosines), pointer(sines), pointer(self._qkv)
         rotate.queries = attend.queries = pointer(self._queries)
         attend.out = pointer(self._attended)
@@ -237,7 +225,7 @@ class CompiledDecoder:
         operations += self._added(layer.output, queries, norms[1])
         operations += [
             self._prepared(norms[2], self._hidden, config.hidden_size),
-            self._product(mlp.gate_up, config.hidden_size, self._gated, config.intermediate_size, Epilogue.GATE),
+            self._linear(mlp.gate_up, config.hidden_size, self._gated, config.intermediate_size, Epilogue.GATE),
             self._prepared(None, self._gated, config.intermediate_size),
         ]
         return operations + self._added(mlp.down, config.intermediate_size, norms[3])
@@ -245,10 +233,10 @@ class CompiledDecoder:
     def _added(self, linear: Linear, num_inputs: int, norm: DecoderNorm | None) -> list[ctypes.Structure]:
         size, multiplier = self.config.hidden_size, self.config.residual_multiplier
         if norm is None:
-            return [self._product(linear, num_inputs, self._hidden, size, Epilogue.ADD)]
+            return [self._linear(linear, num_inputs, self._hidden, size, Epilogue.ADD)]
         added = self._norm(norm, self._output, self._hidden, Form.FLOAT32)
         added.adds, added.multiplier = 1, multiplier
-        return [self._product(linear, num_inputs, self._output, size), added]
+        return [self._linear(linear, num_inputs, self._output, size), added]
 
     def _prepared(self, norm: DecoderNorm | None, rows: torch.Tensor, size: int, form: Form | None = None) -> Norm:
         """Describe the change of rows into inputs of products with weights of `form`, that of layers by default."""
@@ -271,35 +259,35 @@ class CompiledDecoder:
         weight = None
         if norm is not None:
             weight = norm.weight.float() + (1 if self.config.traits.norm == "unit_offset" else 0)
-            weight = self._keep(aligned(weight))
+            weight = self._keep(self._arena.copy(weight))
         part = size if weight is None else len(weight)
         operation = Norm(Kind.NORM, form, part, size // part, 0, self.config.norm_eps, 1.0)
         operation.weight, operation.in_, operation.out = pointer(weight), pointer(rows), pointer(out)
         operation.in_stride = operation.out_stride = stride
         return operation
 
-    def _product(
-        self,
-        linear: Linear,
-        num_inputs: int,
-        out: torch.Tensor,
-        stride: int,
-        epilogue: Epilogue = Epilogue.STORE,
-        form: Form | None = None,
+    def _linear(
+        self, linear: Linear, num_inputs: int, out: torch.Tensor, stride: int, epilogue: Epilogue = Epilogue.STORE
     ) -> Product:
-        form = form or self._forms.layers
-        weight, bias, int4 = linear.weight, linear.bias, None
+        """Describe a layer's product, its weight packed."""
+        form, weight, bias, int4 = self._forms.layers, linear.weight, linear.bias, None
         if form is Form.INT4:
             int4 = self._stored_int4(weight)
         if epilogue is Epilogue.GATE:
             weight, bias = interleaved(weight), None if bias is None else interleaved(bias)
             int4 = None if int4 is None else Int4(*map(interleaved, int4))
-        packed = self._keep(PackedWeight(weight, bias, form, int4))
+        return self._product(
+            self._keep(PackedWeight(weight, bias, form, int4, self._arena)), num_inputs, out, stride, epilogue
+        )
+
+    def _product(
+        self, packed: PackedWeight, num_inputs: int, out: torch.Tensor, stride: int, epilogue: Epilogue = Epilogue.STORE
+    ) -> Product:
         activation = ACTIVATIONS[self.config.activation]
-        operation = Product(Kind.LINEAR, form, packed.num_outputs, packed.num_inputs, epilogue, activation)
+        operation = Product(Kind.LINEAR, packed.form, packed.num_outputs, packed.num_inputs, epilogue, activation)
         operation.multiplier = self.config.residual_multiplier
         operation.weight, operation.scales = pointer(packed.data), pointer(packed.scales)
-        operation.bias, operation.in_ = pointer(packed.bias), pointer(self._input(num_inputs, form))
+        operation.bias, operation.in_ = pointer(packed.bias), pointer(self._input(num_inputs, packed.form))
         operation.out, operation.out_stride = pointer(out), stride
         return operation
 
@@ -307,17 +295,17 @@ class CompiledDecoder:
         """Return what the checkpoint holds in 4 bits of all rows of `weight`, which may be several of its tensors."""
         parts, row = [], 0
         while row < len(weight):
-            part = self._places.get(weight[row].data_ptr())
-            if part is None:
+            read = self._places.get(weight[row].data_ptr())
+            if read is None:
                 return None
-            parts.append(part)
-            row += len(part.factor)
+            parts.append(read())
+            row += len(parts[-1].factor)
         return Int4(*map(torch.cat, zip(*parts, strict=True)))
 
-    def _logits_program(self, head: Linear) -> tuple[list[Any], Program]:
-        hidden_size, vocab_size, form = self.config.hidden_size, self.config.vocab_size, self._forms.head
-        prepare = self._prepared(None, self._hidden, hidden_size, form)
-        product = self._product(head, hidden_size, self._output, vocab_size, form=form)
+    def _logits_program(self, head: PackedWeight) -> tuple[list[Any], Program]:
+        hidden_size, vocab_size = self.config.hidden_size, self.config.vocab_size
+        prepare = self._prepared(None, self._hidden, hidden_size, head.form)
+        product = self._product(head, hidden_size, self._output, vocab_size)
         cap = Cap(Kind.CAP, self.config.vocab_size, self.config.logits_divisor, self.config.logits_softcap or 0.0)
         operations = [prepare, product, cap]
         changes = self.config.logits_divisor != 1 or self.config.logits_softcap

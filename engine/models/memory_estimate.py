@@ -69,8 +69,7 @@ class MemoryEstimate(NamedTuple):
     """Bytes of memory, at least; set by `estimate_memory`.
 
     Attributes:
-        weights_bytes: All tensors that are read, in the type they will have; with our own decoder an embedding that is
-            the head too counts twice, for the head is reordered.
+        weights_bytes: All tensors that are read, in the type they will have.
         loading_bytes: The largest tensor as it is stored, which lies beside its copy while it is converted.
         kv_bytes: Keys and values of one request of `max_model_len` tokens.
         rotary_bytes: The cosines and sines of that many positions.
@@ -122,12 +121,10 @@ def estimate_memory(folder: Path, config: EngineConfig, available_bytes: int, ow
     tensors = _read_tensors(list(stored_tensors(folder)), raw, own)
     weights_bytes = loading_bytes = 0
     for tensor in tensors:
-        size_bytes = _held_bytes(tensor, config, item_size_bytes)
+        is_head = tensor.name == HEAD or (tensor.name == EMBEDDING and own is not None and own.ties_embeddings)
+        size_bytes = _held_bytes(tensor, config, item_size_bytes, is_head=is_head)
         weights_bytes += size_bytes
         loading_bytes = max(loading_bytes, tensor.size_bytes if size_bytes != tensor.size_bytes else 0)
-    if own is not None and own.ties_embeddings:
-        heads = [tensor for tensor in tensors if tensor.name in (EMBEDDING, HEAD)]
-        weights_bytes += _held_bytes(heads[0]._replace(name=HEAD), config, item_size_bytes) if len(heads) == 1 else 0
     max_model_len = config.max_model_len or _number(raw, "max_position_embeddings", "n_positions", "max_seq_len") or 0
     logits_bytes = config.max_num_seqs * (_number(raw, "vocab_size") or 0) * 4
     kv_item_bytes = _kv_item_bytes(config, item_size_bytes or 2)
@@ -188,9 +185,10 @@ def _size_bytes(tensor: StoredTensor, item_size_bytes: int) -> int:
 def _read_tensors(tensors: list[StoredTensor], raw: dict[str, Any], own: OwnShape | None) -> list[StoredTensor]:
     """Return those that take memory: some classes of transformers leave others unread without a word."""
     tensors = [tensor for tensor in tensors if not MASKS.search(tensor.name)]
-    if own is not None:
-        return tensors
     names = {tensor.name for tensor in tensors}
+    if own is not None:
+        has_head = not (own.ties_embeddings and EMBEDDING in names)
+        return [tensor for tensor in tensors if has_head or tensor.name != HEAD]
     may_be_tied = EMBEDDING in names and raw.get("tie_word_embeddings") is not False
     num_layers = _number(raw, "num_hidden_layers") or 0
     return [
@@ -207,12 +205,12 @@ def _kv_bytes(spec: KVCacheSpec, num_tokens: int, config: EngineConfig) -> int:
     return num_blocks * spec.block_size_bytes(groups, config.block_size)
 
 
-def _held_bytes(tensor: StoredTensor, config: EngineConfig, item_size_bytes: int) -> int:
+def _held_bytes(tensor: StoredTensor, config: EngineConfig, item_size_bytes: int, *, is_head: bool) -> int:
     """Return what `tensor` takes once it is loaded: at least, for scales are left out."""
-    form = config.head_quantization if tensor.name == HEAD else config.quantization
+    form = config.head_quantization if is_head else config.quantization
     if form == "auto":
         form = "none" if config.quantization == "none" else "int8"
-    if form == "none" or tensor.name == EMBEDDING or len(tensor.shape) < 2:
+    if form == "none" or (tensor.name == EMBEDDING and not is_head) or len(tensor.shape) < 2:
         return _size_bytes(tensor, item_size_bytes)
     return math.prod(tensor.shape) // (1 if form == "int8" else 2)
 

@@ -12,7 +12,8 @@ from engine.attention.base import AttentionBatch, RequestRows
 from engine.attention.compiled import CompiledPages
 from engine.attention.reference import ReferenceAttention
 from engine.kernels.library import load, supported_variants
-from engine.kernels.operations import Attend, Form, Kind, Program, Rotate, Team, pointer, zeros
+from engine.kernels.memory import pointer, zeros
+from engine.kernels.operations import Attend, Form, Kind, Program, Rotate, Team
 from engine.kv_cache.spec import KVCacheSpec
 
 torch.set_num_threads(1)
@@ -53,10 +54,11 @@ class Attention:
         step.positions = pointer(positions)
         queries = zeros(len(qkv) * num_heads * self.form.query_bytes(head_dim), torch.uint8)
         out = torch.zeros(len(qkv), num_heads, head_dim)
-        rotate = Rotate(Kind.ROTATE, self.form, *sizes, 0, 0, BLOCK_SIZE)
-        attend = Attend(Kind.ATTEND, self.form, *sizes, window or 0, 0, BLOCK_SIZE, head_dim**-0.5, cap or 0.0)
-        rotate.qkv, rotate.queries, rotate.pages = pointer(qkv), pointer(queries), pointer(self.pages.pages[0])
-        attend.queries, attend.pages, attend.out = pointer(queries), pointer(self.pages.pages[0]), pointer(out)
+        group, places = self.pages.places(0)
+        rotate = Rotate(Kind.ROTATE, self.form, *sizes, 0, group, places)
+        attend = Attend(Kind.ATTEND, self.form, *sizes, window or 0, group, places, head_dim**-0.5, cap or 0.0)
+        rotate.qkv, rotate.queries = pointer(qkv), pointer(queries)
+        attend.queries, attend.out = pointer(queries), pointer(out)
         attend.sinks = pointer(sinks)
         Program([rotate, attend], [kept]).run(step, Team(self.library, num_threads, 20_000))
         return out, expected

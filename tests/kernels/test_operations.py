@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from engine.kernels.library import load, supported_variants
+from engine.kernels.memory import Arena, pointer, zeros
 from engine.kernels.operations import (
     ACTIVATIONS,
     DTYPES,
@@ -16,6 +17,7 @@ from engine.kernels.operations import (
     INPUT_MULTIPLE,
     WIDE_GROUP,
     Cap,
+    Embed,
     Epilogue,
     Form,
     Kind,
@@ -24,10 +26,7 @@ from engine.kernels.operations import (
     Program,
     Step,
     Team,
-    aligned,
     greatest,
-    pointer,
-    zeros,
 )
 from engine.kernels.weights import Int4, PackedWeight, interleaved
 
@@ -84,6 +83,16 @@ def weight_of(weight: torch.Tensor, form: Form) -> torch.Tensor:
     return (whole.double() * factor.double() + least.double()).flatten(1)[:, : weight.shape[1]]
 
 
+@pytest.mark.parametrize("form", Form)
+def test_an_embedding_is_what_is_stored_of_its_token(team: Team, form: Form) -> None:
+    table, tokens, size = draw(70, 48), torch.tensor([0, 31, 32, 69, 5, 31]), 48
+    packed, out = PackedWeight(table, None, form), torch.zeros(len(tokens), size)
+    embed = Embed(Kind.EMBED, form, size, packed.num_inputs, 1.5)
+    embed.weight, embed.scales, embed.out = pointer(packed.data), pointer(packed.scales), pointer(out)
+    Program([embed], [packed]).run(Step(num_rows=len(tokens), token_ids=pointer(tokens)), team)
+    torch.testing.assert_close(out.double(), weight_of(table, form)[tokens] * 1.5, rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.parametrize("num_rows", [1, 2, 5, 13, 40])
 @pytest.mark.parametrize(("num_outputs", "num_inputs"), [(64, 64), (70, 48), (33, 160)])
 @pytest.mark.parametrize("form", Form)
@@ -129,7 +138,7 @@ def _gelu(rows: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("form", [Form.FLOAT32, Form.BFLOAT16])
 @pytest.mark.parametrize("size", [16, 48, 576])
 def test_a_norm_divides_by_the_root_mean_square(team: Team, size: int, form: Form) -> None:
-    rows, weight = draw(5, size) * 3, aligned(draw(size, seed=1))
+    rows, weight = draw(5, size) * 3, Arena().copy(draw(size, seed=1))
     norm, room = prepare(rows, form, weight)
     run(team, 5, [norm], room)
     expected = torch.nn.functional.rms_norm(rows, (size,), weight, 1e-5)

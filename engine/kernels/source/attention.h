@@ -47,12 +47,11 @@ INLINE int64_t query_bytes(int form, int head_size)
 }
 
 /* The record of one K/V head with the token at `position` of a request. */
-INLINE char *record_at(int form, int head_size, int num_kv_heads, int block_size, const void *pages,
-                       const int32_t *block_table, int64_t position, int head)
+INLINE char *record_at(int form, int head_size, page_places places, const int32_t *block_table, int64_t position, int head)
 {
-    int64_t block = block_table[position / block_size];
-    int64_t record = (block * num_kv_heads + head) * (block_size / TOKENS) + position % block_size / TOKENS;
-    return (char *)pages + record * record_bytes(form, head_size);
+    const int size = places.block_size;
+    int64_t record = head * (size / TOKENS) + position % size / TOKENS;
+    return places.first + block_table[position / size] * places.block_bytes + record * record_bytes(form, head_size);
 }
 
 INLINE const int32_t *block_table_of(const step *s, int group, int64_t row)
@@ -154,7 +153,7 @@ static void rotate(const rotate_operation *op, const step *s, int64_t row)
         store_query(op->form, size, head, (char *)op->queries + (row * op->num_heads + h) * one_query);
     }
     for (int h = 0; h < op->num_kv_heads; h++, in += size) {
-        char *record = record_at(op->form, size, op->num_kv_heads, op->block_size, op->pages, block_table, position, h);
+        char *record = record_at(op->form, size, op->places, block_table, position, h);
         rotate_head(op, position, in, head);
         store_pair(op->form, size, head, in + op->num_kv_heads * size, record, position % TOKENS);
     }
@@ -473,8 +472,7 @@ INLINE void fetch_ahead(const attend_operation *op, const unit *u, int64_t posit
 {
     const int64_t size = record_bytes(op->form, op->head_size);
     for (int64_t at = position; at < position + KEYS && at < u->last; at += TOKENS) {
-        const char *record = record_at(op->form, op->head_size, op->num_kv_heads, op->block_size, op->pages, u->block_table,
-                                       at, u->kv_head);
+        const char *record = record_at(op->form, op->head_size, op->places, u->block_table, at, u->kv_head);
         for (int64_t byte = 0; byte < size; byte += 64) __builtin_prefetch(record + byte);
     }
 }
@@ -501,7 +499,7 @@ static void attend_keys(const attend_operation *op, const unit *u, int64_t begin
         const char *records[RECORDS], *values[RECORDS];
         for (int r = 0; r < num_records; r++) {
             int64_t at = position + r * TOKENS, count = u->last - at;
-            records[r] = record_at(form, size, op->num_kv_heads, op->block_size, op->pages, u->block_table, at, u->kv_head);
+            records[r] = record_at(form, size, op->places, u->block_table, at, u->kv_head);
             values[r] = records[r] + values_at;
             if (count < TOKENS) values[r] = without_tail(form, size, values[r], (int)count, tail);
         }

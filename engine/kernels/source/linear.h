@@ -229,3 +229,27 @@ static void linear(const linear_operation *op, int64_t num_rows, int64_t begin, 
         }
     }
 }
+
+/* The weight of one output, `lane` of a panel, for input i. */
+INLINE float weight_at(int form, const char *panel, int lane, int i)
+{
+    if (form == FLOAT32) return ((const float *)panel)[i * PANEL + lane];
+    if (form == BFLOAT16) return as_float((uint32_t)((const uint16_t *)panel)[(i / 2 * PANEL + lane) * 2 + i % 2] << 16);
+    if (form == INT8) return (float)(((const uint8_t *)panel)[(i / 4 * PANEL + lane) * 4 + i % 4] - 128);
+    const int at = i % (GROUP / 2), is_high = i % GROUP >= GROUP / 2;
+    const uint8_t *group = (const uint8_t *)panel + i / GROUP * INT4_BYTES;
+    const uint16_t *factors = (const uint16_t *)(group + GROUP / 2 * PANEL);
+    const floats factor = widen_float16(factors + lane / LANES * LANES);
+    const floats least = widen_float16(factors + PANEL + lane / LANES * LANES);
+    const int number = group[(at / 4 * PANEL + lane) * 4 + at % 4] >> 4 * is_high & 15;
+    return (float)number * factor[lane % LANES] + least[lane % LANES];
+}
+
+static void embed(const embed_operation *op, const step *s, int64_t row)
+{
+    const int64_t token = s->token_ids[row];
+    const char *panel = (const char *)op->weight + token / PANEL * panel_bytes(op->form, op->num_inputs);
+    const float scale = op->form == INT8 ? op->scales[token] * op->scale : op->scale;
+    float *out = op->out + row * op->size;
+    for (int i = 0; i < op->size; i++) out[i] = weight_at(op->form, panel, (int)(token % PANEL), i) * scale;
+}

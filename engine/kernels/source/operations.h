@@ -19,11 +19,12 @@ typedef struct {
     int64_t *times;                     /* [operations], to add the nanoseconds of each to, or NULL */
 } step;
 
-/* out = scale * table[token id] */
+/* out = scale * the weights of output `token id`, packed as a product takes them */
 typedef struct {
-    int32_t kind, form, size;
+    int32_t kind, form, size, num_inputs;
     float scale;
-    const void *table;                  /* [vocabulary][size] */
+    const void *weight;
+    const float *scales;                /* [vocabulary] of INT8 */
     float *out;                         /* [rows][size] */
 } embed_operation;
 
@@ -65,21 +66,29 @@ typedef struct {
     int64_t out_stride;
 } linear_operation;
 
+/* Where a layer's pages lie: that of a block so many bytes after that of the block before it; see attention.h. */
+typedef struct {
+    char *first;
+    int64_t block_bytes;
+    int32_t block_size;
+} page_places;
+
 /* Rotate queries and keys; put keys and values into the pages, queries aside in the pages' form. */
 typedef struct {
-    int32_t kind, form, num_heads, num_kv_heads, head_size, rotary_size, group, block_size;
+    int32_t kind, form, num_heads, num_kv_heads, head_size, rotary_size, group;
+    page_places places;
     const float *cosines, *sines;       /* [positions][rotary_size / 2] or NULL */
     const float *qkv;                   /* [rows][heads + 2 * K/V heads][head_size] */
     void *queries;                      /* [rows][heads] of what query_bytes in attention.h says */
-    void *pages;                        /* see attention.h */
 } rotate_operation;
 
 /* Each row attends to the keys up to its own position, at most `window` of them. */
 typedef struct {
-    int32_t kind, form, num_heads, num_kv_heads, head_size, window, group, block_size;
+    int32_t kind, form, num_heads, num_kv_heads, head_size, window, group;
+    page_places places;
     float scale, cap;                   /* cap 0: none */
     const float *sinks;                 /* [heads] or NULL */
-    const void *queries, *pages;
+    const void *queries;
     float *out;                         /* [rows][heads][head_size] */
 } attend_operation;
 

@@ -3,17 +3,6 @@
 #include "operations.h"
 #include "simd.h"
 
-static void embed(const embed_operation *op, const step *s, int64_t row)
-{
-    float *out = op->out + row * op->size;
-    int64_t first = s->token_ids[row] * op->size;
-    for (int i = 0; i < op->size; i += LANES) {
-        floats v = op->form == FLOAT32 ? load((const float *)op->table + first + i)
-                                       : widen((const uint16_t *)op->table + first + i);
-        store(out + i, v * op->scale);
-    }
-}
-
 INLINE floats normalized(const norm_operation *op, const float *in, int i, floats factor)
 {
     floats v = load(in + i);
