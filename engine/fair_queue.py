@@ -50,6 +50,10 @@ class FairQueues(Generic[Item]):
         self._queues: list[FairQueue[Item]] = [FairQueue(max_size) for _ in range(num_queues)]
         self._is_filled = trio.Event()
 
+    def __len__(self) -> int:
+        """Return how many wait in all of them."""
+        return sum(map(len, self._queues))
+
     def put(self, index: int, client: str | None, item: Item) -> Item | None:
         """Take in an item of `client` in one of the queues; see `FairQueue.put`."""
         self._is_filled.set()
@@ -57,7 +61,7 @@ class FairQueues(Generic[Item]):
 
     async def get(self) -> tuple[int, str | None, Item]:
         """Wait for the next item; return it behind its queue's index and its client."""
-        while not any(map(len, self._queues)):
+        while not len(self):
             self._is_filled = trio.Event()
             await self._is_filled.wait()
         index = next(index for index, queue in enumerate(self._queues) if len(queue))

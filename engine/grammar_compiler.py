@@ -202,7 +202,7 @@ class GrammarCompiler:
                 self._has_answered.set()
                 if isinstance(answer, Cause) or not answer.takes_longer or lane is self._slow:
                     self._end_trial(asked, answer)
-                elif index + 1 < len(lane.shares_s):
+                elif index + 1 < len(lane.shares_s) and len(self._slow.queues):  # else it would stand idle
                     self._queue(lane, index + 1, client, asked)
                 else:
                     self._queue(self._slow, 0, client, asked)

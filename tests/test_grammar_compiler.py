@@ -13,14 +13,14 @@ import trio.testing
 
 from engine.config import EngineConfig
 from engine.errors import Cause
-from engine.grammar_compiler import CompiledFor, GrammarCompiler, _TrialLane, _Wanted
+from engine.grammar_compiler import CompiledFor, GrammarCompiler, _TrialLane, _Wanted, time_for
 from engine.grammar_trial import Answer
 from engine.outputs import RequestId
 from engine.sampling_params import SamplingParams
 from engine.structured_output.params import StructuredOutputsParams
 from web.errors import GenerationFailed
 
-HOSTILE_S, LARGE_S, USUAL_S = 9.0, 0.02, 0.006
+HOSTILE_S, HEAVY_S, LARGE_S, USUAL_S = 9.0, 0.045, 0.02, 0.006
 START_S = 0.3
 """What the first process takes to start."""
 
@@ -66,7 +66,7 @@ class Timed:
             self._has_started = True
             await trio.sleep(START_S)
         cost_s = float((asked.regex or "").split(":")[1])
-        share_s = lane.shares_s[index]
+        share_s = min(lane.shares_s[index], time_for(asked, EngineConfig(model="null").grammar_compile_time))
         await trio.sleep(min(cost_s, share_s) * self.slowness)
         if cost_s <= share_s:
             return Answer(lark=str(cost_s), within_s=share_s)
@@ -111,19 +111,18 @@ async def test_of_many_hostile_forms_at_once_each_is_answered_within_a_second_an
         timed.ask("usual", USUAL_S)
         timed.ask("large", LARGE_S)
         await trio.sleep(60)
-        hostile = [f"hostile {index}" for index in range(16)]
         refused, late = timed.names("InvalidGrammar"), timed.names("GrammarTimeout")
-        assert sorted(refused + late) >= sorted(hostile)
+        assert {f"hostile {index}" for index in range(16)} <= {*refused, *late}
         assert max(timed.waits_s()) < 1
         if slowness == 1:
-            assert refused
+            assert len(refused) >= (8 if is_cold else 14)
             assert set(timed.names("compiled")) >= ({"usual"} if is_cold else {"usual", "large"})
 
 
 async def test_who_asks_again_for_what_was_tried_to_its_end_is_told_at_once(
     opened: Callable[..., Any], autojump_clock: trio.testing.MockClock
 ) -> None:
-    async with opened(slowness=4.0) as timed:
+    async with opened(slowness=40) as timed:
         timed.ask("a", HOSTILE_S)
         await trio.sleep(60)
         assert timed.answers["a"][1] == "GrammarTimeout"
@@ -150,14 +149,14 @@ async def test_what_was_tried_quickly_is_compiled_before_what_took_long(
     opened: Callable[..., Any], autojump_clock: trio.testing.MockClock
 ) -> None:
     async with opened() as timed:
-        for name, cost_s in {"heavy#0": 0.2, "usual#0": USUAL_S}.items():
+        for name, cost_s in {"heavy#0": HEAVY_S, "usual#0": USUAL_S}.items():
             timed.ask(name, cost_s)
         await trio.sleep(60)
         for index in range(1, 9):
-            timed.ask(f"heavy#{index}", 0.2)
+            timed.ask(f"heavy#{index}", HEAVY_S)
         timed.ask("usual#1", USUAL_S)
         await trio.sleep(60)
-        assert timed.waits_s(["usual#1"])[0] <= 0.2 + USUAL_S
+        assert timed.waits_s(["usual#1"])[0] <= HEAVY_S + USUAL_S
         assert len(timed.names("compiled")) == 11
 
 

@@ -125,7 +125,7 @@ async def test_an_honest_form_waits_for_no_hostile_one_and_of_those_no_more_than
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """None is refused for want of time here, so that only the bound on the queue is left to refuse any."""
-    monkeypatch.setattr("engine.grammar_compiler.MAX_SLOW", 3)
+    monkeypatch.setattr("engine.grammar_compiler.MAX_SLOW", 1)
     ended: list[str] = []
 
     async def ask(llm: AsyncLLM, asked: dict[str, Any]) -> None:
@@ -136,7 +136,7 @@ async def test_an_honest_form_waits_for_no_hostile_one_and_of_those_no_more_than
             assert "try again later" in output.error.message
             assert GenerationFailed(output.error).status_hint == 429
 
-    opened = engine.open_engine("null", isolation="thread", grammar_answer_time=60)
+    opened = engine.open_engine("null", isolation="thread", grammar_compile_time=1, grammar_answer_time=60)
     async with opened as llm, trio.open_nursery() as nursery:
         assert (await collect(llm, params_of({"choice": ["started"]}))).outputs[0].text == "started"
         for width in range(1, 13):
@@ -147,7 +147,7 @@ async def test_an_honest_form_waits_for_no_hostile_one_and_of_those_no_more_than
     assert ended[: ended.index("honest")].count("InvalidGrammar") <= 2
     assert ended.count("honest") == 2
     assert ended.count("GrammarQueueFull") >= 5
-    assert ended.count("InvalidGrammar") >= 3
+    assert ended.count("InvalidGrammar") >= 2
     assert ended[-1] == "InvalidGrammar"
 
 
