@@ -105,11 +105,20 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
     grammar_compile_time: Annotated[
         float,
         Meta(
-            description="seconds of processor time a schema or grammar may take to compile; more is refused (400)",
+            description="seconds of processor time a schema or grammar may take to compile, a short one a fifth of it; "
+            "more is refused (400)",
             ge=0.01,
             le=60,
         ),
     ] = 0.25
+    grammar_answer_time: Annotated[
+        float,
+        Meta(
+            description="seconds from its arrival in which a new schema or grammar is tried; later it is refused (503)",
+            ge=0.01,
+            le=3600,
+        ),
+    ] = 0.8
     block_size: Annotated[int, Meta(description="tokens a KV block", ge=1, le=4096)] = 16
     kv_cache_memory_bytes: (
         Annotated[

@@ -2,23 +2,29 @@
 
 ::
 
-    step task ──want──▶ quick trial ──▶ a thread of this process ──deliver──▶ step task
-                  │          └─what takes longer─▶ slow trial ─▲
-                  └──────────────── what is known ─────────────┘
+    step task ──want──▶ quick trials ──▶ a thread of this process ──deliver──▶ step task
+                  │           └─what takes longer─▶ slow trial ─▲
+                  └───────────────── what is known ─────────────┘
 
-Each kind of trial has a queue and a process, started with its first grammar, in which one is tried after the other. So
-what compiles soon waits for a few that do, and never for one that does not; where too much waits, the latest of who
-has most there is refused. A request that has ended meanwhile is passed over.
+Quick trials and slow ones have a process each, started with the first grammar, in which one is tried after the other,
+who has used least before who has used more. So what compiles soon waits for a few that do, and never for one that does
+not. Where too much waits, the latest of who has most there is refused. A request that has ended is passed over.
+
+Who has not been found sound or refused when its time is over, counted from its arrival, is told that there was none for
+it: whatever others ask for, nobody waits longer. What is being tried then is tried to its end all the same, so that who
+asks again finds it known.
 """
 
 from __future__ import annotations
 
 import contextlib
+import heapq
+import itertools
 import logging
 import socket
 import sys
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -30,8 +36,8 @@ import engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import Cause
-from engine.fair_queue import FairQueue
-from engine.grammar_trial import Answer, encode_frame, frame_size
+from engine.fair_queue import FairQueues
+from engine.grammar_trial import Answer, Trial, encode_frame, frame_size
 from engine.outputs import RequestId
 from engine.sampling_params import SamplingParams
 from engine.structured_output.grammar import Grammar
@@ -43,14 +49,21 @@ logger = logging.getLogger(__name__)
 
 MAX_KNOWN = 256
 """Findings that are kept, of those that were asked for last."""
-QUICK_TRIAL_S = 0.012
-"""Processor time of a quick trial, twice what a usual schema takes; what needs more is tried again, slowly."""
-MAX_QUICK = 512
-"""Grammars that may await a quick trial."""
-MAX_SLOW = 32
-"""Grammars that may await a slow one: some seconds of processor time."""
-NICENESS, SLOW_NICENESS = 5, 10
-"""How far a trial stands behind the engine's steps, which share its processors, and a slow one behind a quick one."""
+QUICK_TRIALS_S = (0.008, 0.025)
+"""Processor time of the quick trials: what a usual schema takes, and a large one; what needs more is tried anew."""
+LONG_CHARS = 50_000
+SHORT_PART = 0.2
+"""A grammar so long may take all of the time that is set, the shortest this part of it.
+
+Three to five times what honest ones take, which is in proportion to their length: 9 ms with a few characters, 70 with
+so many. What costs most is short: a few characters that stand for very many states.
+"""
+MAX_QUICK, MAX_SLOW = 512, 32
+"""Grammars that may await each quick trial, and the slow one, which has all the time that its grammar may take."""
+NICENESS, SLOW_NICENESS = 2, 10
+"""How far a quick trial stands behind the engine's steps, which share its processors, and a slow one."""
+STARTED_PART = 0.5
+"""Of its time, what each who waits while the first process starts has once that has given its first answer."""
 WALL_FACTOR = 20
 """How many times its processor time a trial may take by the clock; it stands behind all else that runs."""
 MIN_WALL_S = 10.0
@@ -60,7 +73,7 @@ _ROOT = str(Path(engine.__file__).parent.parent)
 # The guard stands before the imports, in which its parent may die too.
 _MAIN = (
     f"import os, sys; sys.path.insert(0, {_ROOT!r}); from transport.spawn import child_guard; child_guard(); "
-    "from engine.grammar_trial import main; main()"
+    "os.nice(int(sys.argv[2])); from engine.grammar_trial import main; main()"
 )
 
 
@@ -76,6 +89,7 @@ class _Wanted(NamedTuple):
 
     request_id: RequestId
     params: SamplingParams
+    arrived_s: float
     lark: str = ""
 
 
@@ -86,42 +100,53 @@ class GrammarCompiler:
         """Call `deliver`, which must not raise, with each grammar; `core` is only asked who still waits."""
         self._core = core
         self._deliver = deliver
-        self._most_s = config.grammar_compile_time
+        self._answer_s = config.grammar_answer_time
         self._manager = StructuredOutputManager(config.model, core.capacity.vocab_size)
         self._known: OrderedDict[StructuredOutputsParams, Answer] = OrderedDict()
         self._waiting: dict[StructuredOutputsParams, list[_Wanted]] = {}
-        self._quick = _TrialLane(min(QUICK_TRIAL_S, self._most_s), NICENESS, self._most_s, MAX_QUICK)
-        self._slow = _TrialLane(self._most_s, SLOW_NICENESS, self._most_s, MAX_SLOW)
-        self._to_compile, self._compiled_next = trio.open_memory_channel[_Wanted](float("inf"))
+        most_s = config.grammar_compile_time
+        self._quick = _TrialLane(QUICK_TRIALS_S, NICENESS, MAX_QUICK, most_s)
+        self._slow = _TrialLane([most_s], SLOW_NICENESS, MAX_SLOW, most_s)
+        self._has_begun, self._has_answered = trio.Event(), trio.Event()
+        self._sound: list[tuple[float, int, _Wanted]] = []
+        self._num_sound = trio.Semaphore(0)
+        self._order = itertools.count()
+        self._to_expire, self._expiring_next = trio.open_memory_channel[_Wanted](float("inf"))
         self._limiter = trio.CapacityLimiter(1)
 
     def want(self, request_id: RequestId, params: SamplingParams, client: str | None = None) -> None:
         """Ask for the grammar of a request of `client`; it is delivered once, unless the request ends before."""
-        asked, wanted = params.structured_outputs, _Wanted(request_id, params)
+        asked, wanted = params.structured_outputs, _Wanted(request_id, params, trio.current_time())
         assert asked is not None
         answer = self._known.get(asked)
         if answer is not None:
             self._known.move_to_end(asked)
             self._go_on(wanted, answer)
-        elif asked in self._waiting:
+            return
+        self._has_begun.set()
+        self._to_expire.send_nowait(wanted)
+        if asked in self._waiting:
             self._waiting[asked].append(wanted)
         else:
             self._waiting[asked] = [wanted]
-            self._queue(self._quick, client, asked)
+            self._queue(self._quick, 0, client, asked)
 
     async def run(self) -> None:
         """Try and compile what is wanted until cancelled; a thread that compiles is waited for."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._try_all, self._quick)
-            nursery.start_soon(self._try_all, self._slow)
-            async for wanted in self._compiled_next:
+            for lane in (self._quick, self._slow):
+                nursery.start_soon(self._try_all, lane)
+            nursery.start_soon(self._refuse_late)
+            while True:
+                await self._num_sound.acquire()
+                *_, wanted = heapq.heappop(self._sound)
                 if self._core.awaits_grammar(wanted.request_id):
                     await self._compile(wanted)
 
-    def _queue(self, lane: _TrialLane, client: str | None, asked: StructuredOutputsParams) -> None:
-        excess = lane.queue.put(client, asked)
+    def _queue(self, lane: _TrialLane, index: int, client: str | None, asked: StructuredOutputsParams) -> None:
+        excess = lane.queues.put(index, client, asked)
         if excess is not None:
-            told = f"{len(lane.queue)} new grammars wait to be tried already, and no more may: try again later"
+            told = f"{lane.max_waiting} new grammars wait to be tried already, and no more may: try again later"
             self._end_trial(excess, Cause("GrammarQueueFull", told))
 
     def _end_trial(self, asked: StructuredOutputsParams, answer: Answer | Cause) -> None:
@@ -139,49 +164,93 @@ class GrammarCompiler:
         elif answer.refusal is not None:
             self._deliver(CompiledFor(wanted.request_id, refusal(answer.refusal)))
         else:
-            self._to_compile.send_nowait(wanted._replace(lark=answer.lark))
+            found = wanted._replace(lark=answer.lark)
+            heapq.heappush(self._sound, (answer.within_s, next(self._order), found))
+            self._num_sound.release()
 
     async def _compile(self, wanted: _Wanted) -> None:
         compile_it = self._manager.compile
         grammar = await trio.to_thread.run_sync(compile_it, wanted.params, wanted.lark, limiter=self._limiter)
         self._deliver(CompiledFor(wanted.request_id, grammar))
 
+    async def _refuse_late(self) -> None:
+        """Tell each whose time is over that there was none for its trial; those that arrive later end later."""
+        await self._has_answered.wait()
+        started_s = trio.current_time() - (1 - STARTED_PART) * self._answer_s
+        async for wanted in self._expiring_next:
+            await trio.sleep_until(max(started_s, wanted.arrived_s) + self._answer_s)
+            asked = wanted.params.structured_outputs
+            assert asked is not None
+            waiting = self._waiting.get(asked, [])
+            if wanted in waiting:
+                waiting.remove(wanted)
+                told = f"within --grammar-answer-time {self._answer_s:g} seconds there was not enough processor time"
+                told += f" left to try {asked.kind} {getattr(asked, asked.kind)!r:.80}: try again, or make it simpler"
+                self._deliver(CompiledFor(wanted.request_id, Cause("GrammarTimeout", told)))
+
     async def _try_all(self, lane: _TrialLane) -> None:
-        """Have tried what waits in `lane`, in turn."""
+        """Have tried what waits in `lane`, in turn; what takes more time than that gives waits for the next trial."""
+        await self._has_begun.wait()
         async with AsyncExitStack() as stack:
+            await lane.start(stack)  # also the slow one at once: who needs it has no time for its start
             while True:
-                client, asked = await lane.queue.get()
+                index, client, asked = await lane.queues.get()
                 if not any(self._core.awaits_grammar(wanted.request_id) for wanted in self._waiting[asked]):
                     del self._waiting[asked]
                     continue
-                answer = await lane.try_out(stack, asked)
-                if lane is self._quick and isinstance(answer, Answer) and answer.takes_longer:
-                    self._queue(self._slow, client, asked)
-                else:
+                answer = await lane.try_out(stack, index, asked)
+                self._has_answered.set()
+                if isinstance(answer, Cause) or not answer.takes_longer or lane is self._slow:
                     self._end_trial(asked, answer)
+                elif index + 1 < len(lane.shares_s) and len(self._slow.queues):  # else it would stand idle
+                    self._queue(lane, index + 1, client, asked)
+                else:
+                    self._queue(self._slow, 0, client, asked)
+
+
+def time_for(asked: StructuredOutputsParams, most_s: float) -> float:
+    """Return the processor time that a grammar may take by its length, where the longest may take `most_s`."""
+    text = getattr(asked, asked.kind)
+    num_chars = sum(map(len, text)) if isinstance(text, str | tuple) else 0
+    return most_s * min(1.0, SHORT_PART + (1 - SHORT_PART) * num_chars / LONG_CHARS)
 
 
 class _TrialLane:
-    """What awaits trials that may take `share_s` of processor time each, and the process in which they are made."""
+    """Trials of which each may take some of `shares_s` of processor time, the process for them, and what awaits them.
 
-    def __init__(self, share_s: float, niceness: int, most_s: float, max_waiting: int) -> None:
-        self.queue: FairQueue[StructuredOutputsParams] = FairQueue(max_waiting)
-        self._share_s = share_s
+    Who has had less is tried before who has had more.
+    """
+
+    def __init__(self, shares_s: Sequence[float], niceness: int, max_waiting: int, most_s: float) -> None:
+        self.queues: FairQueues[StructuredOutputsParams] = FairQueues(len(shares_s), max_waiting)
+        self.shares_s = shares_s
+        self.max_waiting = max_waiting
         self._niceness = niceness
         self._most_s = most_s
         self._trial: _Trial | None = None
 
-    async def try_out(self, stack: AsyncExitStack, asked: StructuredOutputsParams) -> Answer | Cause:
-        """Have `asked` tried; a process that ended or stands still says nothing of it, and the next gets a new one."""
+    async def start(self, stack: AsyncExitStack) -> Cause | None:
+        """Have a process on `stack`; return why there is none, if so."""
         try:
             if self._trial is None:
-                self._trial = await stack.enter_async_context(_open_trial(self._share_s, self._niceness))
-        except (OSError, RuntimeError) as error:  # no process can be started
+                self._trial = await stack.enter_async_context(_open_trial(self._niceness))
+        except (OSError, RuntimeError) as error:
             return Cause.of(error)
+        return None
+
+    async def try_out(self, stack: AsyncExitStack, index: int, asked: StructuredOutputsParams) -> Answer | Cause:
+        """Have `asked` tried within one of the shares.
+
+        A process that ended or stands still says nothing of it, and the next one gets a new process.
+        """
+        failure = await self.start(stack)
+        if failure is not None:
+            return failure
+        assert self._trial is not None
         child = self._trial.child
         wall_s = max(MIN_WALL_S, WALL_FACTOR * self._most_s)
         with trio.move_on_after(wall_s):
-            answer = await self._trial.ask(asked)
+            answer = await self._trial.ask(Trial(asked, min(self.shares_s[index], time_for(asked, self._most_s))))
             if answer is not None:
                 return answer
             await child.wait()
@@ -203,10 +272,10 @@ class _Trial:
         self.child = child
         self._line = line
 
-    async def ask(self, asked: StructuredOutputsParams) -> Answer | None:
+    async def ask(self, trial: Trial) -> Answer | None:
         """Return what the process finds, or None where it died."""
         with contextlib.suppress(trio.BrokenResourceError):
-            await self._line.send_all(encode_frame(asked))
+            await self._line.send_all(encode_frame(trial))
             header = await self._read(4)
             body = await self._read(frame_size(header)) if header else b""
             return msgspec.msgpack.decode(body, type=Answer) if body else None
@@ -224,13 +293,13 @@ class _Trial:
 
 
 @asynccontextmanager
-async def _open_trial(share_s: float, niceness: int) -> AsyncIterator[_Trial]:
+async def _open_trial(niceness: int) -> AsyncIterator[_Trial]:
     """Start a trial process; leaving the block ends it."""
     ours, theirs = socket.socketpair()
     async with AsyncExitStack() as stack:
         line = await stack.enter_async_context(trio.SocketStream(trio.socket.from_stdlib_socket(ours)))
         with theirs:
-            argv = [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno()), str(share_s), str(niceness)]
+            argv = [sys.executable, "-P", "-c", _MAIN, str(theirs.fileno()), str(niceness)]
             opened = open_child(
                 "grammar trial", argv, term_grace_s=0, on_stderr_line=logger.debug, pass_fds=[theirs.fileno()]
             )

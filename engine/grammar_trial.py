@@ -36,12 +36,27 @@ NUM_STEPS = 64
 _LENGTH = struct.Struct("<I")
 
 
+class Trial(msgspec.Struct, frozen=True):
+    """What is to be tried, and the processor time, in seconds, that it may take."""
+
+    asked: StructuredOutputsParams
+    share_s: float
+
+
 class Answer(msgspec.Struct, frozen=True):
-    """What a trial found: the grammar, or why it is refused, be it only for the time that this trial had."""
+    """What a trial found: the grammar, or why it is refused, be it only for the time that this trial had.
+
+    Attributes:
+        lark: The grammar as text.
+        refusal: Why there is none.
+        takes_longer: Whether that is the time.
+        within_s: The time that the trial had.
+    """
 
     lark: str = ""
     refusal: str | None = None
     takes_longer: bool = False
+    within_s: float = 0.0
 
 
 def try_out(params: StructuredOutputsParams, vocabulary: Vocabulary) -> Answer:
@@ -72,7 +87,7 @@ def _walk(matcher: LLMatcher, vocabulary: Vocabulary) -> None:
         matcher.consume_token(int(draw.choice(allowed)))
 
 
-def encode_frame(message: StructuredOutputsParams | Answer) -> bytes:
+def encode_frame(message: Trial | Answer) -> bytes:
     """Return `message` with its length before it."""
     body = msgspec.msgpack.encode(message)
     return _LENGTH.pack(len(body)) + body
@@ -85,17 +100,16 @@ def frame_size(header: bytes) -> int:
 
 
 def main() -> None:
-    """Be a trial process: arguments are a socket's descriptor, the seconds that a grammar may take, and a niceness."""
-    os.nice(int(sys.argv[3]))
+    """Be a trial process: the first argument is a socket's descriptor."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, MAX_MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
     vocabulary = Vocabulary([bytes([byte]) for byte in range(256)])
-    most_s = float(sys.argv[2])
     with socket.socket(fileno=int(sys.argv[1])) as line, line.makefile("rb") as incoming:
         while len(header := incoming.read(_LENGTH.size)) == _LENGTH.size:
-            asked = msgspec.msgpack.decode(incoming.read(frame_size(header)), type=StructuredOutputsParams)
-            line.sendall(encode_frame(_in_a_fork(asked, vocabulary, most_s)))
+            trial = msgspec.msgpack.decode(incoming.read(frame_size(header)), type=Trial)
+            answer = _in_a_fork(trial.asked, vocabulary, trial.share_s)
+            line.sendall(encode_frame(msgspec.structs.replace(answer, within_s=trial.share_s)))
 
 
 def _in_a_fork(asked: StructuredOutputsParams, vocabulary: Vocabulary, most_s: float) -> Answer:
@@ -116,8 +130,8 @@ def _in_a_fork(asked: StructuredOutputsParams, vocabulary: Vocabulary, most_s: f
         answer = incoming.read()
     _, status = os.waitpid(pid, 0)
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGPROF:
-        limit = f"--grammar-compile-time {most_s:g} seconds of processor time"
-        return _refused(asked, f"takes more than {limit} to compile", takes_longer=True)
+        fault = f"takes more than {most_s:.2g} seconds of processor time to compile, which --grammar-compile-time sets"
+        return _refused(asked, f"{fault} for its length", takes_longer=True)
     if os.WIFSIGNALED(status) or not answer:
         return _refused(asked, "is nested too deeply, or needs too much memory to compile")
     return msgspec.msgpack.decode(answer, type=Answer)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine import __version__
+from engine.bench.forms import ALL, FORMS, MIX
 from engine.config import EngineConfig, ServeConfig, settings_of
 from engine.flags import MODEL_HELP, SHARED, add_config, add_model, add_sampling, add_settings
 from engine.models import DEFAULT
@@ -90,6 +91,8 @@ def _add_benches(verbs: Verbs) -> None:
     verb.add_argument("--plot", type=Path, metavar="FILE", help=text)
     text = "tell the logprobs of so many likeliest tokens; also print what that costs, from four more runs"
     verb.add_argument("--logprobs", type=int, metavar="INT", help=text)
+    text = f"print what it costs to hold answers, drawn at temperature 1, to a form: {', '.join(FORMS)}, {MIX} or {ALL}"
+    verb.add_argument("--structured", choices=[*FORMS, MIX, ALL], metavar="FORM", help=text)
 
     verb = _add_verb(benches, "latency", "[MODEL] [flags]", "one stream at a time, without sockets")
     _add_bench_flags(verb, num_prompts=8, input_len=128, output_len=128)

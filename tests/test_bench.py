@@ -21,17 +21,20 @@ import trio
 
 import engine
 from engine.bench.abort import Cuts, abort
+from engine.bench.forms import FORMS
 from engine.bench.http_client import Address
 from engine.bench.perplexity import perplexity
 from engine.bench.plot import Panel, draw
 from engine.bench.profile import StepProfile
 from engine.bench.report import Report
 from engine.bench.steps import Curve, add_steps
+from engine.bench.structured import Measured, structured
 from engine.bench.throughput import throughput
 from engine.bench.workload import StreamTimes, Workload
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.executor.null import expected_tokens
+from engine.llm_engine import LLMEngine
 
 ROOT = Path(__file__).parent.parent
 MODULE = [sys.executable, "-m", "engine", "bench"]
@@ -111,6 +114,20 @@ def test_the_cost_of_logprobs_is_measured_against_runs_without(byte_llama: Path)
     report = throughput(config, Workload(2, 4, 3, seed=0), is_profiled=False, num_logprobs=20).as_json()
     assert report["settings"]["logprobs"] == 20
     assert report["figures"]["logprobs_in_processor_time_percent"] > -100
+
+
+def test_what_forms_cost_is_measured_as_a_part_of_each_step_and_nothing_of_it_is_left() -> None:
+    config = EngineConfig(model="null", max_num_seqs=3)
+    report = structured(config, Workload(5, 4, 30, seed=0), "mix").as_json()
+    row = report["structured"]["mix"]
+    assert 0 < row["of_process_%"] < row["of_steps_%"] < 100
+    assert 5 < row["tokens"] <= 5 * 30
+    assert 1 < row["rows_a_step"] <= 3
+    engine_ = LLMEngine(model="null")
+    run = Measured(engine_, Workload(2, 4, 9, seed=0), FORMS["uuid"])
+    assert (run.num_accepts, run.num_masks) == (18, 18)
+    for part in (engine_.client, engine_.client.core):
+        assert not {"peek_output", "set_grammar"} & vars(part).keys()
 
 
 def test_the_perplexity_of_a_text_is_what_its_tokens_logprobs_give(byte_llama: Path, tmp_path: Path) -> None:
@@ -238,6 +255,7 @@ def test_the_transport_is_measured_without_a_model(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["throughput", "null", "--logprobs", "21"], "logprobs must be from 0 to 20, got 21"),
+        (["throughput", "null", "--structured", "json", "--profile"], "leave out --profile, --plot and --logprobs"),
         (["throughput", "null", "--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
         (["throughput", "null", "--json", "no/such/folder"], "--json no/such/folder cannot be written"),
         (["throughput", "null", "--plot", "no/such/folder"], "--plot no/such/folder cannot be written"),

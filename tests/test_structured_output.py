@@ -69,7 +69,7 @@ async def collect(llm: AsyncLLM, params: SamplingParams, prompt: list[int] = PRO
 
 @pytest.fixture(params=["process", "thread"])
 async def llm(request: pytest.FixtureRequest) -> AsyncIterator[AsyncLLM]:
-    async with engine.open_engine("null", isolation=request.param, max_num_seqs=32) as llm:
+    async with engine.open_engine("null", isolation=request.param, max_num_seqs=32, grammar_answer_time=60) as llm:
         yield llm
 
 
@@ -96,7 +96,7 @@ async def test_each_kind_gets_its_tokens_served_and_in_this_thread_whoever_is_be
 async def test_a_hostile_form_is_refused_soon_and_costs_nobody_else_anything(llm: AsyncLLM) -> None:
     chain = "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1} | r{i + 1}' for i in range(2000)) + '\nr2000: "z"'
     hostile = {
-        "takes more than --grammar-compile-time 0.25 seconds": MULTIPLE_OF_A_PRIME,
+        "takes more than 0.05 seconds of processor time to compile, which --grammar": MULTIPLE_OF_A_PRIME,
         "nested too deeply, or needs too much memory": {"grammar": chain},
         "unclosed character class": {"regex": "["},
         "too many expressions constructed: make it simpler": {"regex": "(a{1,1000}){1,1000}"},
@@ -124,7 +124,8 @@ async def test_an_abort_while_a_grammar_is_tried_ends_the_request_and_nobody_wai
 async def test_an_honest_form_waits_for_no_hostile_one_and_of_those_no_more_than_some_may_wait(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.grammar_compiler.MAX_SLOW", 3)
+    """None is refused for want of time here, so that only the bound on the queue is left to refuse any."""
+    monkeypatch.setattr("engine.grammar_compiler.MAX_SLOW", 1)
     ended: list[str] = []
 
     async def ask(llm: AsyncLLM, asked: dict[str, Any]) -> None:
@@ -135,7 +136,8 @@ async def test_an_honest_form_waits_for_no_hostile_one_and_of_those_no_more_than
             assert "try again later" in output.error.message
             assert GenerationFailed(output.error).status_hint == 429
 
-    async with engine.open_engine("null", isolation="thread") as llm, trio.open_nursery() as nursery:
+    opened = engine.open_engine("null", isolation="thread", grammar_compile_time=1, grammar_answer_time=60)
+    async with opened as llm, trio.open_nursery() as nursery:
         assert (await collect(llm, params_of({"choice": ["started"]}))).outputs[0].text == "started"
         for width in range(1, 13):
             nursery.start_soon(ask, llm, MULTIPLE_OF_A_PRIME | {"whitespace_pattern": " " * width})
@@ -145,7 +147,7 @@ async def test_an_honest_form_waits_for_no_hostile_one_and_of_those_no_more_than
     assert ended[: ended.index("honest")].count("InvalidGrammar") <= 2
     assert ended.count("honest") == 2
     assert ended.count("GrammarQueueFull") >= 5
-    assert ended.count("InvalidGrammar") >= 3
+    assert ended.count("InvalidGrammar") >= 2
     assert ended[-1] == "InvalidGrammar"
 
 
@@ -181,7 +183,7 @@ async def test_a_process_that_stands_still_fails_the_request_in_time_and_the_nex
         return await ask(self, asked)
 
     monkeypatch.setattr(_Trial, "ask", ask_a_stopped_one)
-    async with engine.open_engine("null", isolation="thread", grammar_compile_time=0.05) as llm:
+    async with engine.open_engine("null", isolation="thread", grammar_compile_time=0.05, grammar_answer_time=60) as llm:
         assert (await collect(llm, params_of({"choice": ["a"]}))).outputs[0].text == "a"
         monkeypatch.setattr("engine.grammar_compiler.MIN_WALL_S", 0.2)
         with trio.fail_after(5):

@@ -19,7 +19,7 @@ from web.chat_schemas import ChatCompletionRequest, decode_chat_completion
 from web.generation import answer
 from web.logprobs import of_chat
 from web.state import ServerState
-from web.tool_schemas import NamedTool
+from web.tool_schemas import NamedTool, schemas_of
 
 FORM = AnswerForm(
     id_prefix="chatcmpl",
@@ -94,7 +94,7 @@ class Reading:
             message = f"{param} true cannot be enforced in the way this model calls tools, for no grammar describes it"
             message += ": leave it out, or set tool_choice to required or to one function"
             raise InvalidRequest(message, param=param)
-        form = form_of_calls([(tool.function.name, tool.function.schema) for tool in told])
+        form = form_of_calls(schemas_of(told))
         return msgspec.structs.replace(params, structured_outputs=form)
 
     def shown(self, params: SamplingParams) -> SamplingParams:

@@ -19,6 +19,7 @@ _TYPES = {403: "permission_error", 429: "rate_limit_error"}
 
 _STATUS_OF_CAUSE = {
     "QueueTimeout": 503,
+    "GrammarTimeout": 503,
     "GrammarTrialStuck": 503,
     "GrammarQueueFull": 429,
     "NoTokenAllowed": 400,

@@ -8,8 +8,8 @@ from typing import Any, Literal
 
 import msgspec
 
-from engine.client.parsers.forced import grammar_of_calls
-from engine.errors import InvalidRequest
+from engine.client.parsers.forced import grammar_of_arguments, grammar_of_calls
+from engine.errors import InvalidGrammar, InvalidRequest
 from engine.sampling_params import StructuredOutputsParams, structured_outputs_params
 
 MAX_TOOLS = 128
@@ -104,14 +104,35 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
         raise InvalidRequest("tool_choice required needs tools, got none", param="tool_choice")
 
 
+def schemas_of(tools: Sequence[Tool]) -> list[tuple[str, dict[str, Any]]]:
+    """Return names and schemas of functions whose calls are held to them; raises InvalidRequest."""
+    for index in range(len(tools)):
+        check_schema(tools, index)
+    return [(tool.function.name, tool.function.schema) for tool in tools]
+
+
+def check_schema(tools: Sequence[Tool], index: int) -> None:
+    """Check one function's schema as far as that takes no compiler; raises InvalidRequest, which names the function."""
+    function = tools[index].function
+    try:
+        structured_outputs_params({"json": function.schema})
+    except InvalidGrammar as error:
+        param = f"tools[{index}].function.parameters"
+        fault = str(error).removeprefix(f"{error.param}: json ")
+        raise InvalidRequest(f"{param} of {function.name}: the schema {fault}", param=param) from None
+
+
 def form_of_calls(
     tools: Sequence[Tool], choice: ToolChoice | None, at_most_one: bool
 ) -> StructuredOutputsParams | None:
     """Return the form of a text that must be a call, None where it may be anything; raises InvalidRequest."""
     if isinstance(choice, NamedTool):
-        schema = next(tool.function.schema for tool in tools if tool.function.name == choice.function.name)
-        return structured_outputs_params({"json": schema})
+        index = [tool.function.name for tool in tools].index(choice.function.name)
+        check_schema(tools, index)
+        return structured_outputs_params(
+            {"grammar": grammar_of_arguments(choice.function.name, tools[index].function.schema)}
+        )
     if choice != "required":
         return None
-    schemas = [(tool.function.name, tool.function.schema) for tool in tools]
+    schemas = schemas_of(tools)
     return structured_outputs_params({"grammar": grammar_of_calls(schemas, at_most_one=at_most_one)})

@@ -17,6 +17,7 @@ from engine.bench.report import Report, open_output
 from engine.bench.scheduler import Sizes, scheduler
 from engine.bench.serve import serve
 from engine.bench.steps import add_steps
+from engine.bench.structured import structured
 from engine.bench.throughput import throughput
 from engine.bench.transport import transport
 from engine.bench.workload import Workload, check_count
@@ -30,6 +31,12 @@ from engine.signals import run_until_stopped
 def run_throughput(options: argparse.Namespace) -> int:
     """Measure in this process; a KeyboardInterrupt passes through."""
     config, workload = settings_from(options, EngineConfig), _workload(options)
+    if options.structured is not None:
+        if options.profile or options.plot is not None or options.logprobs is not None:
+            raise ConfigError("--structured is a measurement of its own: leave out --profile, --plot and --logprobs")
+        with open_output("--json", options.json) as write:
+            _tell(structured(config, workload, options.structured), write)
+        return EXIT_OK
     with open_output("--json", options.json) as write, open_output("--plot", options.plot) as write_plot:
         report = throughput(config, workload, is_profiled=options.profile, num_logprobs=options.logprobs)
         if options.plot is not None:

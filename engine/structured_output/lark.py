@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from llguidance import LLMatcher
@@ -15,10 +16,10 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from engine.errors import InvalidGrammar
 from engine.structured_output.formats import make_exact
-from engine.structured_output.params import StructuredOutputsParams
+from engine.structured_output.params import WHITESPACE, StructuredOutputsParams
 
-WHITESPACE = r"[ \t\n\r]{1,64}"
-"""Between the parts of a JSON document, unless asked otherwise: enough for deep indentation, and no endless loop."""
+MAX_SHOWN_CHARS = 80
+"""Of the text by which a structure is told."""
 MAX_INTEGER = 2**53
 """Up to it the compiler, which computes in binary64, tells integers apart; below zero likewise."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
@@ -27,6 +28,8 @@ _OPTIONS = '%llguidance {"no_forcing": true}\n'
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 """How a rule of GBNF begins, and none of Lark's."""
 _INLINE_SCHEMA = re.compile(r"%json\s*(?={)")
+SCHEMA_OF = re.compile(r".*// (schema of .+)$")
+"""Says at a line's end whose schema it holds, which is told of what is wrong with it."""
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
 _SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
@@ -85,7 +88,9 @@ def _with_inline_checked(grammar: str, start: int) -> str:
         schema, end = json.JSONDecoder().raw_decode(grammar, start)
     except (ValueError, RecursionError):
         return grammar
-    _prepare(schema)
+    whose = SCHEMA_OF.search(grammar[end:].partition("\n")[0])
+    with _told_of(whose[1] if whose else ""):
+        _prepare(schema)
     lines = "\n" * grammar.count("\n", start, end)
     return f"{grammar[:start]}{{{lines}{json.dumps(schema)[1:]}{grammar[end:]}"
 
@@ -99,10 +104,22 @@ def _of_structural_tag(params: StructuredOutputsParams) -> str:
     for index, structure in enumerate(tag["structures"]):
         number = next(i for i, trigger in enumerate(triggers) if structure["begin"].startswith(trigger))
         begin = structure["begin"].removeprefix(triggers[number])
-        parts = [_literal(begin), _json_rule(structure["schema"], params), _literal(structure["end"])]
-        lines.append(f"tag_{index}: trigger_{number} {' '.join(filter(None, parts))} // schema of structures[{index}]")
+        whose = f"schema of structures[{index}], which begins with {json.dumps(structure['begin'])[:MAX_SHOWN_CHARS]}"
+        with _told_of(whose):
+            parts = [_literal(begin), _json_rule(structure["schema"], params), _literal(structure["end"])]
+        lines.append(f"tag_{index}: trigger_{number} {' '.join(filter(None, parts))} // {whose}")
     tags = " | ".join(f"tag_{index}" for index in range(len(tag["structures"])))
     return "\n".join([f"start: ({tags})* last", "last: TEXT", *lines])
+
+
+@contextmanager
+def _told_of(whose: str) -> Iterator[None]:
+    """Tell whose schema it is of which something is wrong in the block."""
+    try:
+        yield
+    except InvalidGrammar as error:
+        fault = str(error).removeprefix(f"{error.param}: ")
+        raise InvalidGrammar(f"{whose}: {fault}" if whose else fault) from None
 
 
 def _literal(text: str) -> str:

@@ -12,6 +12,7 @@ from engine.errors import InvalidGrammar
 from engine.outputs import GrammarMasks
 from engine.sampling_params import SamplingParams
 from engine.structured_output.grammar import new_bitmasks
+from engine.structured_output.lark import SCHEMA_OF
 from engine.structured_output.params import StructuredOutputsParams
 from engine.structured_output.vocabulary import Vocabulary, pack_bits
 
@@ -28,8 +29,6 @@ _ADVICE = {
 """What to do about faults that the compiler tells in these words."""
 _PLACE = re.compile(r"^(?:at )?(\d+)\(\d+\): (?:failed to compile JSON schema: )?")
 """Of a fault in a text that the user did not write."""
-_SCHEMA_OF = re.compile(r"// (schema of \S+)$")
-"""Says at a line's end whose schema it holds."""
 
 
 def limits(*, is_trial: bool = False) -> LLParserLimits:
@@ -112,7 +111,7 @@ def match(params: StructuredOutputsParams, lark: str, vocabulary: Vocabulary, *,
     if matcher.is_error():
         fault = message_of(matcher)
         place = _PLACE.match(fault)
-        whose = _SCHEMA_OF.search("".join(lark.splitlines()[int(place[1]) - 1 :][:1])) if place else None
+        whose = SCHEMA_OF.search("".join(lark.splitlines()[int(place[1]) - 1 :][:1])) if place else None
         if params.kind != "grammar" or whose is not None:
             fault = (f"{whose[1]}: " if whose else "") + _PLACE.sub("", fault)
         fault = "; ".join([fault, *(advice for words, advice in _ADVICE.items() if words in fault)])

@@ -23,6 +23,8 @@ MAX_CHOICES = 2048
 """Most texts to choose from."""
 MAX_PATTERN_CHARS = 256
 """Longest whitespace pattern."""
+WHITESPACE = r"[ \t\n\r]{1,64}"
+"""Between the parts of a JSON document, unless asked otherwise: enough for deep indentation, and no endless loop."""
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]')
 """Finds brackets in JSON, past those in texts, which end where the whole does if they are not ended."""
 _SWITCHES = ("disable_any_whitespace", "disable_additional_properties")

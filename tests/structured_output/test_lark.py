@@ -114,7 +114,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
             "structural_tag": TAG
             | {"structures": [*TAG["structures"], {"begin": "!", "schema": {"type": "x"}, "end": ""}]}
         },
-        "structural_tag: schema of structures[3]: Invalid type: x",
+        'structural_tag: schema of structures[3], which begins with "!": Invalid type: x',
     ),
 ]
 

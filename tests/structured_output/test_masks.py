@@ -10,11 +10,14 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models
 
+from engine.bench.forms import FORMS as FORMS_OF_BENCHES
 from engine.client.tokenizer import Tokenizer
 from engine.sampling_params import SamplingParams
 from engine.structured_output.grammar import new_bitmasks
-from engine.structured_output.llguidance_backend import LLGuidanceGrammar
+from engine.structured_output.lark import to_lark
+from engine.structured_output.llguidance_backend import LLGuidanceGrammar, compute_mask, match
 from engine.structured_output.manager import StructuredOutputManager
+from engine.structured_output.params import structured_outputs_params
 from engine.structured_output.vocabulary import Vocabulary, pack_bits
 from fuzz.text import FORMS
 from tests.structured_output.conftest import BYTES, allowed, start
@@ -122,6 +125,31 @@ def test_masks_of_a_kind_over_the_whole_vocabulary_of_the_default_model(
         silent = smollm2_tokenizer.special_token_ids - {*smollm2_tokenizer.eos_token_ids}
         assert silent.isdisjoint(choices), "no special token inside"
         assert grammar.accept_tokens([draw.choice([i for i in choices if i not in smollm2_tokenizer.eos_token_ids])])
+
+
+@pytest.mark.parametrize("name", [*FORMS_OF_BENCHES, "short words", "short line"])
+def test_tokens_that_are_taken_together_are_those_that_are_allowed_one_by_one(
+    name: str, smollm2_vocabulary: Vocabulary
+) -> None:
+    """Also where a text nears the end of what it may have: shortly before it all words fit, then none does."""
+    ending = {"short words": r"[a-z]{1,20}( [A-Z]?[a-z]{0,17}){1,3}", "short line": r"[^\n]{1,60}"}
+    asked = {"regex": ending[name]} if name in ending else FORMS_OF_BENCHES[name][0]
+    params = structured_outputs_params(asked)
+    one_by_one = copy.copy(smollm2_vocabulary)
+    one_by_one.matchable = smollm2_vocabulary.matchable.with_slices([])
+    matchers = [match(params, to_lark(params), vocabulary) for vocabulary in (smollm2_vocabulary, one_by_one)]
+    draw, size = random.Random(name), smollm2_vocabulary.size + 1
+    for _ in range(24):
+        mask, expected = (compute_mask(matcher, size) for matcher in matchers)
+        assert mask is not None
+        assert (mask == expected).all()
+        words = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")[: size - 1])
+        if not len(words):
+            break
+        token_id = int(draw.choice(words))
+        assert all(matcher.consume_token(token_id) for matcher in matchers)
+        if matchers[0].is_stopped():
+            break
 
 
 def test_pieces_add_to_a_text_what_they_add_behind_another() -> None:

@@ -176,6 +176,6 @@ def open_served() -> Callable[..., contextlib.AbstractAsyncContextManager[Served
 
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
-    """A server of a null engine with a step time of 0."""
-    async with _open_served() as served:
+    """A server of a null engine with a step time of 0, in which forms have time beside all of its steps."""
+    async with _open_served(grammar_answer_time=15) as served:
         yield served

@@ -177,6 +177,33 @@ def test_a_function_that_must_be_called_has_arguments_in_an_object_by_its_own_op
         accepts(msgspec.structs.asdict(params.structured_outputs), "")
 
 
+DEEP: dict[str, Any] = {}
+for _ in range(140):
+    DEEP = {"items": DEEP}
+WRONG_SCHEMAS = {
+    "nested at most 128 levels deep": DEEP,
+    "x-guidance holds for a whole schema": {"properties": {"a": {"x-guidance": {}}}},
+    "minimum holds 9007199254740993": {"properties": {"a": {"type": "integer", "minimum": 2**53 + 1}}},
+    "minProperties 3 needs": {"minProperties": 3},
+    "Invalid type: nonsense": {"properties": {"a": {"type": "nonsense"}}},
+    "Unimplemented keys": {"properties": {"a": {"type": "array", "uniqueItems": True}}},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parser", ["none", "hermes", "mistral", "llama3_json"])
+async def test_whatever_is_wrong_with_the_schema_of_a_function_is_told_with_its_name(open_served, template, parser):
+    named = {"type": "function", "function": {"name": "book_a_flight"}}
+    async with open_served(chat_template=template, tool_call_parser=parser, grammar_answer_time=15) as served:
+        for choice in ("required", named) if parser == "none" else ("auto",):
+            for says, schema in WRONG_SCHEMAS.items():
+                wrong = {"name": "book_a_flight", "strict": True, "parameters": {"type": "object"} | schema}
+                tools = [WEATHER, CLOCK, {"type": "function", "function": wrong}]
+                answer = await served.post(ask(served, tools=tools, tool_choice=choice))
+                assert (answer.status, says in answer.error["message"]) == (400, True), answer.body
+                assert "book_a_flight" in answer.error["message"]
+
+
 async def test_the_openai_client_reads_calls(open_served, template):
     async with open_served(chat_template=template) as served:
         settings = {"model": "null", "messages": [{"role": "user", "content": "hi"}], "tools": [WEATHER], "seed": 1}

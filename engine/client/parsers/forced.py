@@ -8,6 +8,7 @@ from typing import Any
 
 from engine.client.parsers.json_calls import CallList, Progress
 from engine.client.parsers.pieces import CallArguments, CallBegun, Content, Piece
+from engine.structured_output.params import WHITESPACE
 
 MAX_CALLS = 16
 """Most calls in one answer that must have one."""
@@ -25,6 +26,14 @@ def grammar_of_calls(schemas: Sequence[tuple[str, dict[str, Any]]], *, at_most_o
             f"arguments_{i}: %json {_compact(schema)} // schema of {name}",
         ]
     return "\n".join(lines)
+
+
+def grammar_of_arguments(name: str, schema: dict[str, Any]) -> str:
+    """Return the grammar of the arguments of the function `name`."""
+    own = schema.get("x-guidance", {})
+    options = {"whitespace_pattern": WHITESPACE} | own if isinstance(own, dict) else own
+    text = json.dumps(schema | {"x-guidance": options}, ensure_ascii=False, separators=(",", ":"))
+    return f"start: %json {text} // schema of {name}"
 
 
 def _compact(schema: dict[str, Any]) -> str:
