@@ -75,6 +75,7 @@ class AsyncMPClient(EngineCoreClient):
         self._received: deque[EngineMessage] = deque()
         self._told_step = 0
         self._aborts: dict[AbortReason, list[RequestId]] = {}
+        self._gathers_aborts = False
         self._calls: dict[int, _Call] = {}
         self._num_calls = 0
         self._is_stopping = False
@@ -99,12 +100,15 @@ class AsyncMPClient(EngineCoreClient):
             self._send(part)
 
     def abort_requests(self, request_ids: Iterable[RequestId], reason: AbortReason) -> None:
-        """Send an abort for those of the ids that are live, in one message with all that are aborted at this moment."""
+        """Send an abort for those of the ids that are live; those that follow at this moment go in one message."""
         live = [request_id for request_id in request_ids if request_id in self._live]
-        if live and self.death is None:
-            if not self._aborts:
-                trio.lowlevel.current_trio_token().run_sync_soon(self._send_aborts)
-            self._aborts.setdefault(reason, []).extend(live)
+        if not live or self.death is not None:
+            return
+        self._aborts.setdefault(reason, []).extend(live)
+        if not self._gathers_aborts:
+            self._gathers_aborts = True
+            trio.lowlevel.current_trio_token().run_sync_soon(self._send_gathered)
+            self._send_aborts()
 
     async def get_output(self) -> EngineCoreOutputs | None:
         """Wait for the next outputs; None once the engine has stopped as asked. For one task only.
@@ -223,6 +227,10 @@ class AsyncMPClient(EngineCoreClient):
         """Send `message` after the aborts that were asked for before it."""
         self._send_aborts()
         self._connection.send(message, self.ready.engine_index)
+
+    def _send_gathered(self) -> None:
+        self._gathers_aborts = False
+        self._send_aborts()
 
     def _send_aborts(self) -> None:
         aborts, self._aborts = self._aborts, {}

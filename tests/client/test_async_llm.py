@@ -114,7 +114,7 @@ class Recorded:
         return getattr(self._connection, name)
 
 
-async def test_streams_that_are_left_at_one_moment_are_one_message_and_what_is_sent_later_comes_after_it() -> None:
+async def test_a_stream_that_is_left_is_told_at_once_those_of_the_same_moment_together_and_what_is_sent_later_after_them() -> None:
     params = SamplingParams(temperature=0, max_tokens=5000)
     async with engine.open_engine("null", isolation="thread", null_step_ms=1) as llm:
         connection = Recorded(llm._client._connection)
@@ -122,9 +122,14 @@ async def test_streams_that_are_left_at_one_moment_are_one_message_and_what_is_s
         async with contextlib.AsyncExitStack() as streams:
             for index in range(8):
                 await streams.enter_async_context(llm.generate([65 + index], params))
+            connection.sent.clear()
+            async with llm.generate([64], params):
+                pass
+            assert isinstance(connection.sent[-1], AbortRequest)
+            await trio.testing.wait_all_tasks_blocked()
         await trio.testing.wait_all_tasks_blocked()
-        (abort,) = (message for message in connection.sent if isinstance(message, AbortRequest))
-        assert len(abort.request_ids) == 8
+        aborts = [message for message in connection.sent if isinstance(message, AbortRequest)]
+        assert [len(abort.request_ids) for abort in aborts] == [1, 1, 7]
         async with llm.generate([65], params):
             pass
         assert await llm.reset_prefix_cache() in (True, False)
