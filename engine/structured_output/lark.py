@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import unquote
 
 from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
@@ -31,8 +32,18 @@ _INLINE_SCHEMA = re.compile(r"%json\s*(?={)")
 SCHEMA_OF = re.compile(r".*// (schema of .+)$")
 """Says at a line's end whose schema it holds, which is told of what is wrong with it."""
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-_SCHEMAS = ("items", "additionalProperties", "not", "if", "then", "else", "contains", "propertyNames")
+_SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+_SCHEMAS = (
+    "items",
+    "additionalItems",
+    "additionalProperties",
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "propertyNames",
+)
 
 
 def to_lark(params: StructuredOutputsParams) -> str:
@@ -181,21 +192,50 @@ def _check_counts(schema: dict[str, Any]) -> None:
         raise InvalidGrammar(f"json: minProperties {least} needs as many required properties, got {len(required)}")
 
 
-def _schemas_in(schema: Any) -> Iterator[dict[str, Any]]:
-    """Yield `schema` and every schema inside of it."""
-    if not isinstance(schema, dict):
-        return
-    yield schema
-    for keyword, value in list(schema.items()):
-        inner: list[Any] = []
+def _schemas_in(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield `schema`, every schema inside of it, and those to which references lead, wherever these stand.
+
+    A pointer is followed from the whole schema and from each with an id of its own: it is meant from one of them.
+    """
+    waiting: list[Any] = [schema]
+    known: set[int] = set()
+    roots: list[Any] = []
+    pointers: set[str] = set()
+    while waiting:
+        part = waiting.pop()
+        if not isinstance(part, dict) or id(part) in known:
+            continue
+        known.add(id(part))
+        yield part
+        waiting += _directly_in(part)
+        if not roots or "$id" in part or "id" in part:
+            roots.append(part)
+            waiting += [_pointed_at(pointer, part) for pointer in pointers]
+        _, mark, pointer = str(part.get("$ref")).partition("#/")
+        if mark and pointer not in pointers:
+            pointers.add(pointer)
+            waiting += [_pointed_at(pointer, root) for root in roots]
+
+
+def _directly_in(schema: dict[str, Any]) -> Iterator[Any]:
+    for keyword, value in schema.items():
         if keyword in _SCHEMA_MAPS and isinstance(value, dict):
-            inner = list(value.values())
+            yield from value.values()
         elif keyword in _SCHEMA_LISTS and isinstance(value, list):
-            inner = value
+            yield from value
         elif keyword in _SCHEMAS:
-            inner = [value]
-        for part in inner:
-            yield from _schemas_in(part)
+            yield value
+
+
+def _pointed_at(pointer: str, place: Any) -> Any:
+    """Return what a JSON pointer, less its first slash, means from `place` on; None where there is no such thing."""
+    for token in unquote(pointer).split("/"):
+        name = token.replace("~1", "/").replace("~0", "~")
+        if isinstance(place, list) and name.isdecimal() and int(name) < len(place):
+            place = place[int(name)]
+        else:
+            place = place.get(name) if isinstance(place, dict) else None
+    return place
 
 
 _WRITERS: dict[str, Callable[[StructuredOutputsParams], str]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -126,6 +127,35 @@ def test_what_is_wrong_is_refused_with_the_reason(asked: dict[str, Any], says: s
     assert says in str(refusal.value)
     assert "%llguidance" not in str(refusal.value), "our own text is no help to the user"
     assert len(str(refusal.value)) < 500
+
+
+BEHIND: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "pointer": (lambda part: {"$ref": "#/parts/x~1y%25", "parts": {"x/y%": part}}, "{}"),
+    "pointer into a list": (lambda part: {"$ref": "#/parts/1", "parts": [True, part]}, "{}"),
+    "pointer from an id": (lambda part: {"$ref": "#/$defs/a", "$defs": {"a": INNER | {"parts": [part]}}}, "{}"),
+    "tuple": (lambda part: {"type": "array", "items": [part]}, "[{}]"),
+    "tuple's rest": (lambda part: {"type": "array", "items": [True], "additionalItems": part}, "[0,{}]"),
+}
+INNER = {"$id": "http://inner/", "$ref": "#/parts/0"}
+
+
+@pytest.mark.parametrize(("behind", "shape"), BEHIND.values(), ids=BEHIND)
+def test_a_schema_is_prepared_wherever_it_stands(behind: Callable[[Any], Any], shape: str) -> None:
+    for part, says in (({"const": 2**53 + 1}, "not exact"), ({"type": "object", "minProperties": 2}, "minProperties")):
+        with pytest.raises(InvalidGrammar, match=says):
+            start({"json": behind(part)})
+    dated = {"json": behind({"type": "string", "format": "date"})}
+    assert accepts(dated, shape.replace("{}", '"2024-02-29"'))
+    assert not accepts(dated, shape.replace("{}", '"2023-02-29"'))
+    closed = {"json": behind({"type": "object"}), "disable_additional_properties": True}
+    assert not accepts(closed, shape.replace("{}", '{"more":1}'))
+
+
+def test_references_that_lead_in_circles_or_nowhere_are_followed_to_their_end() -> None:
+    part = {"type": "array", "items": {"$ref": "#/part"}}
+    assert accepts({"json": {"$ref": "#/part", "part": part}}, "[[],[[]]]")
+    with pytest.raises(InvalidGrammar):
+        start({"json": {"$ref": "#/part/9/none", "part": [{"$ref": "#/part/0"}]}})
 
 
 def test_a_fault_in_a_users_grammar_is_told_with_its_line() -> None:
