@@ -12,6 +12,8 @@ from engine.structured_output.params import WHITESPACE
 
 MAX_CALLS = 16
 """Most calls in one answer that must have one."""
+BOUNDED_SPACES = {"whitespace_pattern": WHITESPACE}
+NO_SPACES = {"whitespace_flexible": False}
 
 
 def grammar_of_calls(schemas: Sequence[tuple[str, dict[str, Any]]], *, at_most_one: bool) -> str:
@@ -21,26 +23,24 @@ def grammar_of_calls(schemas: Sequence[tuple[str, dict[str, Any]]], *, at_most_o
     lines = [f'start: "[" call{further} "]"', f"call: {' | '.join(f'call_{i}' for i in names)}"]
     for i, (name, schema) in enumerate(schemas):
         head = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
-        lines += [
-            f'call_{i}: {head} arguments_{i} "}}"',
-            f"arguments_{i}: %json {_compact(schema)} // schema of {name}",
-        ]
+        lines += [f'call_{i}: {head} arguments_{i} "}}"', arguments_rule(f"arguments_{i}", name, schema, NO_SPACES)]
     return "\n".join(lines)
 
 
 def grammar_of_arguments(name: str, schema: dict[str, Any]) -> str:
     """Return the grammar of the arguments of the function `name`."""
+    return arguments_rule("start", name, schema, BOUNDED_SPACES)
+
+
+def arguments_rule(rule: str, name: str, schema: dict[str, Any], spaces: dict[str, Any]) -> str:
+    """Return the `rule` of the arguments of the function `name`, with `spaces` unless its own options say otherwise.
+
+    It takes as many characters as the user wrote, for these are counted.
+    """
     own = schema.get("x-guidance", {})
-    options = {"whitespace_pattern": WHITESPACE} | own if isinstance(own, dict) else own
+    options = spaces | own if isinstance(own, dict) else own
     text = json.dumps(schema | {"x-guidance": options}, ensure_ascii=False, separators=(",", ":"))
-    return f"start: %json {text} // schema of {name}"
-
-
-def _compact(schema: dict[str, Any]) -> str:
-    """Return `schema` with no white space in what it allows, unless its own options say otherwise."""
-    own = schema.get("x-guidance", {})
-    options = {"whitespace_flexible": False} | own if isinstance(own, dict) else own
-    return json.dumps(schema | {"x-guidance": options})
+    return f"{rule}: %json {text} // schema of {name}"
 
 
 class CallListParser:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from engine.client.parsers.forced import BOUNDED_SPACES, arguments_rule
 from engine.sampling_params import StructuredOutputsParams, structured_outputs_params
 
 Functions = Sequence[tuple[str, dict[str, Any]]]
@@ -44,8 +45,6 @@ def calls_alone(functions: Functions) -> StructuredOutputsParams:
     ]
     for call, (name, schema) in zip(calls, functions, strict=True):
         head = json.dumps(f'{{"name": {json.dumps(name)}, "parameters": ')
-        lines += [
-            f'{call}: {head} {call}_arguments "}}"',
-            f"{call}_arguments: %json {json.dumps(schema)} // schema of {name}",
-        ]
+        rule = arguments_rule(f"{call}_arguments", name, schema, BOUNDED_SPACES)
+        lines += [f'{call}: {head} {call}_arguments "}}"', rule]
     return structured_outputs_params({"grammar": "\n".join(lines)})

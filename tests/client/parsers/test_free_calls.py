@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from typing import Any
 
 import jsonschema
@@ -11,9 +12,11 @@ import msgspec
 import pytest
 
 from engine.client.parsers.forced import grammar_of_calls
+from engine.client.parsers.free import Functions, calls_alone
 from engine.client.parsers.pieces import CallArguments, CallBegun
 from engine.client.parsers.registry import TOOL_FORMATS
 from engine.errors import InvalidGrammar
+from engine.sampling_params import structured_outputs_params
 from tests.structured_output.conftest import accepts, start, write
 
 SCHEMAS = {
@@ -94,3 +97,16 @@ def test_a_wrong_schema_is_told_with_the_functions_name() -> None:
     for form in (form_of_calls(wrong).grammar, grammar_of_calls(wrong, at_most_one=False)):
         with pytest.raises(InvalidGrammar, match="grammar: schema of wrong: Invalid type: nonsense"):
             start({"grammar": form})
+
+
+def test_a_call_that_may_come_alone_has_no_endless_white_space() -> None:
+    form = {"grammar": calls_alone([("f", {"type": "object"})]).grammar}
+    assert accepts(form, '{"name": "f", "parameters": {' + " " * 64 + "}}")
+    assert not accepts(form, '{"name": "f", "parameters": {' + " " * 65 + "}}")
+
+
+@pytest.mark.parametrize("make", [lambda f: grammar_of_calls(f, at_most_one=True), lambda f: calls_alone(f).grammar])
+def test_schemas_of_calls_take_as_many_characters_as_their_users_wrote(make: Callable[[Functions], str]) -> None:
+    grammar = make([("f", {"type": "object", "description": "\u57ce" * 15_000})])
+    structured_outputs_params({"grammar": grammar})
+    assert len(grammar) < 15_400
