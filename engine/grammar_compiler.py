@@ -42,7 +42,7 @@ from engine.outputs import RequestId
 from engine.sampling_params import SamplingParams
 from engine.structured_output.grammar import Grammar
 from engine.structured_output.manager import StructuredOutputManager, refusal
-from engine.structured_output.params import StructuredOutputsParams
+from engine.structured_output.params import StructuredOutputsParams, shown_form
 from transport.process import Child, describe_exit, open_child
 
 logger = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ class GrammarCompiler:
             if wanted in waiting:
                 waiting.remove(wanted)
                 told = f"within --grammar-answer-time {self._answer_s:g} seconds there was not enough processor time"
-                told += f" left to try {asked.kind} {getattr(asked, asked.kind)!r:.80}: try again, or make it simpler"
+                told += f" left to try {shown_form(asked)}: try again, or make it simpler"
                 self._deliver(CompiledFor(wanted.request_id, Cause("GrammarTimeout", told)))
 
     async def _try_all(self, lane: _TrialLane) -> None:

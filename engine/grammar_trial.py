@@ -24,7 +24,7 @@ from llguidance import LLMatcher
 from engine.errors import InvalidGrammar
 from engine.structured_output.lark import to_lark
 from engine.structured_output.llguidance_backend import compute_mask, match, message_of
-from engine.structured_output.params import StructuredOutputsParams
+from engine.structured_output.params import StructuredOutputsParams, shown_form
 from engine.structured_output.vocabulary import Vocabulary
 
 MAX_MEMORY_BYTES = 512 * 2**20
@@ -138,6 +138,5 @@ def _in_a_fork(asked: StructuredOutputsParams, vocabulary: Vocabulary, most_s: f
 
 
 def _refused(asked: StructuredOutputsParams, fault: str, *, takes_longer: bool = False) -> Answer:
-    shown = getattr(asked, asked.kind)
-    refusal = str(InvalidGrammar(f"{asked.kind} {shown!r:.80} {fault}: make it simpler"))
+    refusal = str(InvalidGrammar(f"{shown_form(asked)} {fault}: make it simpler"))
     return Answer(refusal=refusal, takes_longer=takes_longer)

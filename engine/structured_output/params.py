@@ -27,6 +27,8 @@ WHITESPACE = r"[ \t\n\r]{1,64}"
 """Between the parts of a JSON document, unless asked otherwise: enough for deep indentation, and no endless loop."""
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]')
 """Finds brackets in JSON, past those in texts, which end where the whole does if they are not ended."""
+_FUNCTION = re.compile(r'// schema of (.+)$|{"name": "([^"]+)", "arguments": $', re.MULTILINE)
+"""Tells the function of a call, in a line of a grammar or where a structure begins."""
 _SWITCHES = ("disable_any_whitespace", "disable_additional_properties")
 
 
@@ -124,6 +126,16 @@ def structured_outputs_params(value: Any) -> StructuredOutputsParams:
         raise InvalidGrammar(f"unknown field {unknown[0]!r:.80}; known are {', '.join(known)}")
     fields: dict[str, Any] = {name: field for name, field in value.items() if field is not None}
     return StructuredOutputsParams(**fields)
+
+
+def shown_form(asked: StructuredOutputsParams) -> str:
+    """Return by which words a user knows the form: its beginning, or the functions of whose calls it was made."""
+    value = getattr(asked, asked.kind)
+    parts = [asked.grammar or ""]
+    if asked.structural_tag is not None:
+        parts = [structure["begin"] for structure in json.loads(asked.structural_tag)["structures"]]
+    names = [found[1] or found[2] for part in parts for found in _FUNCTION.finditer(part)]
+    return f"the form of calls of {', '.join(names):.80}" if names else f"{asked.kind} {_shown(value)}"
 
 
 def _shown(value: Any) -> str:

@@ -8,8 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from engine.client.parsers.forced import grammar_of_arguments, grammar_of_calls
+from engine.client.parsers.free import calls_alone, tagged_calls
 from engine.errors import InvalidGrammar, InvalidRequest
 from engine.sampling_params import SamplingParams, StructuredOutputsParams
+from engine.structured_output.params import shown_form, structured_outputs_params
 
 TAG = {"structures": [{"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}], "triggers": ["<f"]}
 REFUSED: list[tuple[Any, str]] = [
@@ -106,3 +109,24 @@ def test_an_object_a_struct_and_text_mean_the_same_and_cross_the_wire() -> None:
 def test_keys_of_a_schema_keep_their_order_for_properties_are_written_in_it() -> None:
     params = StructuredOutputsParams(json={"properties": {"b": {}, "a": {}}})  # type: ignore[arg-type]
     assert params.json == '{"properties":{"b":{},"a":{}}}'
+
+
+FUNCTIONS = [("get_weather", {"type": "object"}), ("clock", {"type": "object", "properties": {"zone": {"const": "a"}}})]
+FORMS_OF_CALLS = {
+    "required": {"grammar": grammar_of_calls(FUNCTIONS, at_most_one=False)},
+    "hermes": tagged_calls("<tool_call>", "\n", "\n</tool_call>")(FUNCTIONS),
+    "alone": calls_alone(FUNCTIONS),
+}
+
+
+@pytest.mark.parametrize("form", FORMS_OF_CALLS.values(), ids=FORMS_OF_CALLS)
+def test_a_form_of_calls_is_known_by_its_functions(form: Any) -> None:
+    assert shown_form(structured_outputs_params(form)) == "the form of calls of get_weather, clock"
+
+
+def test_a_form_of_ones_own_is_known_by_its_beginning() -> None:
+    named = {"grammar": grammar_of_arguments("clock", {"type": "object"})}
+    assert shown_form(structured_outputs_params(named)) == "the form of calls of clock"
+    assert shown_form(structured_outputs_params({"regex": "a" * 90})) == f"regex '{'a' * 79}"
+    tag = {"structures": [{"begin": "<a>", "schema": {}, "end": ""}], "triggers": ["<"]}
+    assert shown_form(structured_outputs_params({"structural_tag": tag})).startswith("structural_tag '{")

@@ -177,6 +177,15 @@ def test_a_function_that_must_be_called_has_arguments_in_an_object_by_its_own_op
         accepts(msgspec.structs.asdict(params.structured_outputs), "")
 
 
+async def test_calls_whose_form_takes_too_much_are_refused_by_the_names_of_their_functions(open_served, template):
+    parameters = {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 999_983}}}
+    tools = [CLOCK, {"type": "function", "function": {"name": "book", "parameters": parameters}}]
+    async with open_served(chat_template=template, grammar_answer_time=15) as served:
+        answer = await served.post(ask(served, tools=tools, tool_choice="required"))
+        assert (answer.status, answer.error["param"]) == (400, "tools"), answer.body
+        assert "the form of calls of clock, book takes more than" in answer.error["message"]
+
+
 DEEP: dict[str, Any] = {}
 for _ in range(140):
     DEEP = {"items": DEEP}
