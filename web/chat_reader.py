@@ -19,7 +19,7 @@ class ChatReader:
     nothing: Json = {"delta": {}}  # noqa: RUF012
 
     def __init__(self, parser: ChatParser, *, names_reason: bool) -> None:
-        """Read with `parser`; with `names_reason` a text that calls ends with reason tool_calls instead of stop."""
+        """Read with `parser`; with `names_reason` a text of whole calls ends with reason tool_calls instead of stop."""
         self._parser = parser
         self._names_reason = names_reason
 
@@ -46,7 +46,7 @@ class ChatReader:
 
     def reason(self, finish_reason: str) -> str:
         """Return the reason that is told for the engine's."""
-        is_call = self._names_reason and self._parser.has_calls and finish_reason == "stop"
+        is_call = self._names_reason and self._parser.has_whole_calls and finish_reason == "stop"
         return "tool_calls" if is_call else finish_reason
 
     def _read(self, text: str, ends: bool) -> list[Piece]:

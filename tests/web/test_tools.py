@@ -177,6 +177,29 @@ def test_a_function_that_must_be_called_has_arguments_in_an_object_by_its_own_op
         accepts(msgspec.structs.asdict(params.structured_outputs), "")
 
 
+@pytest.mark.parametrize(
+    ("parser", "text", "cuts"),
+    [
+        ("none", '[{"name": "get_weather", "arguments": {"city":"Bern","days":2}}]', ["city", '"days', ":2"]),
+        ("hermes", CALL, ["city", ": 2"]),
+        ("llama3_json", '{"name": "get_weather", "parameters": {"city": "Bern", "days": 2}}', ["city", ": 2"]),
+        ("mistral", '[TOOL_CALLS]get_weather{"city": "Bern", "days": 2}', ["city", ": 2"]),
+    ],
+)
+async def test_a_call_that_a_stop_string_cut_is_not_told_as_a_whole_one(
+    open_served, template, written, parser, text, cuts
+):
+    async with open_served(chat_template=template, tool_call_parser=parser) as served:
+        written(text)
+        fields = {"tools": [WEATHER]} | ({"tool_choice": "required"} if parser == "none" else {})
+        for cut in cuts:
+            message, reason = await both(served, stop=[cut], **fields)
+            assert (message["tool_calls"][0]["function"]["name"], reason) == ("get_weather", "stop")
+        message, reason = await both(served, stop=["}}", "2}"], include_stop_str_in_output=True, **fields)
+        assert json.loads(message["tool_calls"][0]["function"]["arguments"]) == {"city": "Bern", "days": 2}
+        assert reason == "tool_calls"
+
+
 async def test_calls_whose_form_takes_too_much_are_refused_by_the_names_of_their_functions(open_served, template):
     parameters = {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 999_983}}}
     tools = [CLOCK, {"type": "function", "function": {"name": "book", "parameters": parameters}}]

@@ -70,6 +70,22 @@ class JsonValue:
         return Progress.GOES_ON
 
 
+class ArgumentsEnd:
+    """Finds whether a call's arguments have come whole: an object may come in parts, anything else comes at once."""
+
+    def __init__(self) -> None:
+        """Await the first part."""
+        self._value: JsonValue | None = None
+        self.is_reached = False
+
+    def take(self, text: str) -> None:
+        """Take in more of them."""
+        if self._value is None:
+            self._value = JsonValue()
+            self.is_reached = not text.startswith("{")
+        self.is_reached = self.is_reached or any(self._value.take(char) is not Progress.GOES_ON for char in text)
+
+
 class _At(enum.Enum):
     """What a call's object has come to."""
 

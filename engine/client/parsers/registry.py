@@ -8,9 +8,10 @@ from typing import NamedTuple
 from engine.client.parsers import hermes, mistral, reasoning
 from engine.client.parsers.free import FormOfCalls, calls_alone, tagged_calls
 from engine.client.parsers.hermes import HermesParser
+from engine.client.parsers.json_calls import ArgumentsEnd
 from engine.client.parsers.llama3_json import Llama3JsonParser
 from engine.client.parsers.mistral import MistralParser
-from engine.client.parsers.pieces import CallArguments, CallBegun, Content, Parser, Piece, merged
+from engine.client.parsers.pieces import CallArguments, CallBegun, Content, Parser, Piece, Reasoning, merged
 from engine.client.parsers.pythonic import PythonicParser
 from engine.client.parsers.reasoning import Opening, ReasoningParser
 
@@ -81,7 +82,12 @@ class ChatParser:
         self._reasoning = None if opening is None else ReasoningParser(opening)
         self._tools = tools
         self._at_most_one_call = at_most_one_call
-        self.has_calls = False
+        self._last_arguments = ArgumentsEnd()
+
+    @property
+    def has_whole_calls(self) -> bool:
+        """Whether there are calls, and none was cut."""
+        return self._last_arguments.is_reached
 
     def feed(self, text: str) -> list[Piece]:
         """Take more text; return what is certain now, neighbours joined."""
@@ -102,7 +108,12 @@ class ChatParser:
         return merged(pieces)
 
     def _kept(self, pieces: list[Piece]) -> list[Piece]:
-        self.has_calls = self.has_calls or any(isinstance(piece, CallBegun) for piece in pieces)
-        if not self._at_most_one_call:
-            return pieces
-        return [piece for piece in pieces if not isinstance(piece, CallBegun | CallArguments) or piece.number == 0]
+        if self._at_most_one_call:
+            pieces = [piece for piece in pieces if isinstance(piece, Content | Reasoning) or piece.number == 0]
+        for piece in pieces:
+            match piece:
+                case CallBegun():
+                    self._last_arguments = ArgumentsEnd()
+                case CallArguments(_, text):
+                    self._last_arguments.take(text)
+        return pieces
