@@ -237,7 +237,9 @@ class Generation:
 
     def _logprobs(self, choice: int, told: Logprobs) -> Json:
         tokenizer = self._state.engine.tokenizer
-        return self._form.logprobs(told, tokenizer, self._places.setdefault(choice, TextPlace(tokenizer)))
+        if choice not in self._places:
+            self._places[choice] = TextPlace(tokenizer, self._params)
+        return self._form.logprobs(told, tokenizer, self._places[choice])
 
     def _envelope(self, kind: str, choices: list[Json], **extra: Any) -> Json:
         return {

@@ -6,8 +6,10 @@ import codecs
 import re
 from typing import Any
 
+from engine.client.detokenizer import skipped_token_ids
 from engine.client.output_processor import Logprobs
 from engine.client.tokenizer import Tokenizer
+from engine.sampling_params import SamplingParams
 
 Json = dict[str, Any]
 
@@ -21,9 +23,10 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 class TextPlace:
     """Where in the text of a choice its next token begins, in characters; told each token once, in order."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        """Begin with the text."""
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+        """Begin with a text of which `params` say what is left out."""
         self._tokenizer = tokenizer
+        self._skipped = skipped_token_ids(tokenizer, params)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._num_chars = 0
 
@@ -34,6 +37,8 @@ class TextPlace:
         return begin
 
     def _bytes(self, token_id: int) -> bytes:
+        if token_id in self._skipped:
+            return b""
         if self._tokenizer.is_byte_level:
             return self._tokenizer.token_bytes(token_id)
         byte = _BYTE_TOKEN.fullmatch(self._tokenizer.token(token_id) or "")

@@ -32,13 +32,18 @@ class Increment(NamedTuple):
     num_tokens_used: int
 
 
+def skipped_token_ids(tokenizer: Tokenizer, params: SamplingParams) -> frozenset[int]:
+    """Return the special tokens that `params` leave out of the text."""
+    hidden = tokenizer.special_token_ids.difference(params.shown_token_ids)
+    return hidden if params.skip_special_tokens else frozenset()
+
+
 class Detokenizer:
     """Makes the text of one completion. Used by one task; owns no resources."""
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], params: SamplingParams) -> None:
         """Start after `prompt_token_ids`, whose end decides whether the first word brings its space."""
-        hidden = tokenizer.special_token_ids.difference(params.shown_token_ids)
-        skipped = hidden if params.skip_special_tokens else frozenset()
+        skipped = skipped_token_ids(tokenizer, params)
         self._decoder: _Decoder = (
             _ByteLevelDecoder(tokenizer, skipped)
             if tokenizer.is_byte_level

@@ -11,6 +11,7 @@ import numpy as np
 
 from engine.client.output_processor import Logprobs
 from engine.client.tokenizer import load_tokenizer
+from engine.sampling_params import SamplingParams
 from web.logprobs import LEAST, TextPlace, of_chat, of_completion, of_prompt
 
 
@@ -46,7 +47,7 @@ def test_what_no_json_number_holds_is_told_as_the_least() -> None:
     told = Logprobs(np.array([[200, 65]], dtype=np.int32), values, np.array([3], dtype=np.int32))
     for form in (
         of_chat(told, tokenizer, 0),
-        of_completion(told, tokenizer, TextPlace(tokenizer)),
+        of_completion(told, tokenizer, TextPlace(tokenizer, SamplingParams())),
         of_prompt(told, tokenizer),
     ):
         assert str(LEAST) in msgspec.json.encode(form).decode()

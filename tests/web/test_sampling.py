@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from engine.client.detokenizer import Detokenizer
 from engine.client.tokenizer import load_tokenizer
+from engine.sampling_params import SamplingParams
 from web.logprobs import TextPlace
 
 GREEDY = {"prompt": "once upon", "max_tokens": 24, "temperature": 0, "seed": 1}
@@ -156,6 +158,18 @@ async def test_processors_of_programs_are_refused_over_http_by_name(served, name
 
 
 def test_a_tokens_place_is_counted_in_characters_also_where_one_is_spelled_in_several_tokens():
-    place = TextPlace(load_tokenizer("null"))
+    place = TextPlace(load_tokenizer("null"), SamplingParams())
     text = "aé😀b".encode() + b"\xffc"
     assert [place.take(byte) for byte in text] == [0, 1, 1, 2, 2, 2, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_a_tokens_place_leaves_out_what_the_text_does(smollm2_folder, skips):
+    tokenizer = load_tokenizer(smollm2_folder)
+    params = SamplingParams(skip_special_tokens=skips, shown_token_ids=(1,))
+    ids = tokenizer.encode("The<|im_end|>The<|im_start|><|endoftext|>The")
+    assert {0, 1, 2} <= {*ids}
+    place, detokenizer, text = TextPlace(tokenizer, params), Detokenizer(tokenizer, [], params), ""
+    for token_id in ids:
+        assert place.take(token_id) == len(text)
+        text += detokenizer.update([token_id], False).text
