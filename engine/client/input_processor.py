@@ -259,7 +259,7 @@ class InputProcessor:
                     message = f"{name} needs a model with logits, and the integer model has none: leave it out"
                     raise InvalidRequest(message, param=name)
             return params
-        for name in ("allowed_token_ids", "logit_bias", "logprob_token_ids"):
+        for name in ("allowed_token_ids", "logit_bias", "logprob_token_ids", "stop_token_ids"):
             token_ids = getattr(params, name)
             if token_ids and max(token_ids) >= self._vocab_size:
                 raise InvalidRequest(

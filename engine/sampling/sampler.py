@@ -2,10 +2,10 @@
 
 The order, for each row: logprobs are taken of the logits as they come → grammar mask → allowed_token_ids → bad_words
 → no end token before `min_tokens` → logit_bias → repetition, frequency, presence penalty → processors of the program's
-own, if any → greedy rows take the arg max
-of these logits (the lowest id among equals), the others go on: temperature → softmax → min_p → top_k → top_p → draw. It
-is vLLM's order. A processor touches only the rows that ask for it. A row's draw uses one uniform number, a function of
-(seed, position); so a row's token depends on its logits, parameters, seed and tokens, never on the other rows.
+own, if any → greedy rows take the arg max of these logits (the lowest id among equals), the others go on: temperature
+→ softmax → min_p → top_k → top_p → draw. It is vLLM's order. A processor touches only the rows that ask for it. A row's
+draw uses one uniform number, a function of (seed, position); so a row's token depends on its logits, parameters, seed
+and tokens, never on the other rows.
 """
 
 from __future__ import annotations

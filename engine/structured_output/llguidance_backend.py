@@ -53,7 +53,7 @@ class LLGuidanceGrammar:
     """One request's grammar; see `Grammar`.
 
     Where the text may end, the request's ends are allowed: its stop tokens, and EOS unless that is ignored. Elsewhere
-    neither they nor any special token are.
+    no special token is, and of the ends only a stop token that is ordinary text which the form has there.
     """
 
     def __init__(self, matcher: LLMatcher, vocabulary: Vocabulary, params: SamplingParams) -> None:

@@ -52,7 +52,7 @@ async def test_penalties_and_bans_decide_what_comes(open_served, byte_llama: Pat
         penalised = await text(frequency_penalty=2, presence_penalty=2, repetition_penalty=5)
         assert len(set(penalised)) > len(set(plain))
 
-        for name, value in (("allowed_token_ids", [256]), ("logit_bias", {"256": 1})):
+        for name, value in (("allowed_token_ids", [256]), ("logit_bias", {"256": 1}), ("stop_token_ids", [256])):
             answer = await served.post(GREEDY | {name: value}, "/v1/completions")
             assert (answer.status, answer.error["param"]) == (400, name)
             assert "token id 256, which is outside the vocabulary: ids are from 0 to 255" in answer.error["message"]
