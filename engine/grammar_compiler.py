@@ -230,8 +230,10 @@ class _TrialLane:
         self._trial: _Trial | None = None
 
     async def start(self, stack: AsyncExitStack) -> Cause | None:
-        """Have a process on `stack`; return why there is none, if so."""
+        """Have a process on `stack` that is not known to have ended; return why there is none, if so."""
         try:
+            if self._trial is not None and self._trial.child.returncode is not None:
+                await self._end(stack)
             if self._trial is None:
                 self._trial = await stack.enter_async_context(_open_trial(self._niceness))
         except (OSError, RuntimeError) as error:
@@ -241,8 +243,16 @@ class _TrialLane:
     async def try_out(self, stack: AsyncExitStack, index: int, asked: StructuredOutputsParams) -> Answer | Cause:
         """Have `asked` tried within one of the shares.
 
-        A process that ended or stands still says nothing of it, and the next one gets a new process.
+        A process that ended or stands still says nothing of it, and the next one gets a new process. Where it ended,
+        that one is asked at once, for a form ends no more than a fork.
         """
+        trial = Trial(asked, min(self.shares_s[index], time_for(asked, self._most_s)))
+        answer = await self._ask(stack, trial)
+        if isinstance(answer, Cause) and answer.type == "GrammarTrialDied":
+            answer = await self._ask(stack, trial)
+        return answer
+
+    async def _ask(self, stack: AsyncExitStack, trial: Trial) -> Answer | Cause:
         failure = await self.start(stack)
         if failure is not None:
             return failure
@@ -250,19 +260,22 @@ class _TrialLane:
         child = self._trial.child
         wall_s = max(MIN_WALL_S, WALL_FACTOR * self._most_s)
         with trio.move_on_after(wall_s):
-            answer = await self._trial.ask(Trial(asked, min(self.shares_s[index], time_for(asked, self._most_s))))
+            answer = await self._trial.ask(trial)
             if answer is not None:
                 return answer
             await child.wait()
         has_died = child.returncode is not None
-        self._trial = None
-        await stack.aclose()  # kills one that stands still
+        await self._end(stack)
         if not has_died:
             told = f"the process that tries grammars gave no answer within {wall_s:g} seconds and was killed; try again"
             return Cause("GrammarTrialStuck", told)
         assert child.returncode is not None
         told = describe_exit("the process that tries grammars", child.returncode, child.stderr_tail)
         return Cause("GrammarTrialDied", told)
+
+    async def _end(self, stack: AsyncExitStack) -> None:
+        self._trial = None
+        await stack.aclose()  # kills one that stands still
 
 
 class _Trial:
