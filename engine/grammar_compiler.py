@@ -64,6 +64,8 @@ NICENESS, SLOW_NICENESS = 2, 10
 """How far a quick trial stands behind the engine's steps, which share its processors, and a slow one."""
 STARTED_PART = 0.5
 """Of its time, what each who waits while the first process starts has once that has given its first answer."""
+MAX_START_S = 3.0
+"""After the first grammar is wanted, how long that answer may take; then time counts as if it were given."""
 WALL_FACTOR = 20
 """How many times its processor time a trial may take by the clock; it stands behind all else that runs."""
 MIN_WALL_S = 10.0
@@ -175,7 +177,9 @@ class GrammarCompiler:
 
     async def _refuse_late(self) -> None:
         """Tell each whose time is over that there was none for its trial; those that arrive later end later."""
-        await self._has_answered.wait()
+        await self._has_begun.wait()
+        with trio.move_on_after(MAX_START_S):
+            await self._has_answered.wait()
         started_s = trio.current_time() - (1 - STARTED_PART) * self._answer_s
         async for wanted in self._expiring_next:
             await trio.sleep_until(max(started_s, wanted.arrived_s) + self._answer_s)
