@@ -105,7 +105,7 @@ def hanging_compiler(folder: Path, then: str) -> str:
         f"""
         case "$*" in
         *-c*first.c*) read pid < {folder}/begun; {then} ;;
-        *-c*second.c*) echo $$ | tee {folder}/pid > {folder}/begun; exec sleep 60 ;;
+        *-c*second.c*) echo $$ > {folder}/pid; echo $$ > {folder}/begun; exec sleep 60 ;;
         esac""",
     )
 
