@@ -209,7 +209,7 @@ class ProcessConnection:
             try:
                 check_sender(message, len(self._processes))
             except EngineDeadError as error:
-                self._dead, self._is_drained = lambda refusal=error: refusal, True
+                self._dead, self._is_drained = self._dead or partial(EngineDeadError, error.cause), True
                 return messages[:position]
         return messages
 

@@ -64,6 +64,8 @@ NICENESS, SLOW_NICENESS = 2, 10
 """How far a quick trial stands behind the engine's steps, which share its processors, and a slow one."""
 STARTED_PART = 0.5
 """Of its time, what each who waits while the first process starts has once that has given its first answer."""
+MAX_START_S = 3.0
+"""After the first grammar is wanted, how long that answer may take; then time counts as if it were given."""
 WALL_FACTOR = 20
 """How many times its processor time a trial may take by the clock; it stands behind all else that runs."""
 MIN_WALL_S = 10.0
@@ -175,7 +177,9 @@ class GrammarCompiler:
 
     async def _refuse_late(self) -> None:
         """Tell each whose time is over that there was none for its trial; those that arrive later end later."""
-        await self._has_answered.wait()
+        await self._has_begun.wait()
+        with trio.move_on_after(MAX_START_S):
+            await self._has_answered.wait()
         started_s = trio.current_time() - (1 - STARTED_PART) * self._answer_s
         async for wanted in self._expiring_next:
             await trio.sleep_until(max(started_s, wanted.arrived_s) + self._answer_s)
@@ -230,8 +234,10 @@ class _TrialLane:
         self._trial: _Trial | None = None
 
     async def start(self, stack: AsyncExitStack) -> Cause | None:
-        """Have a process on `stack`; return why there is none, if so."""
+        """Have a process on `stack` that is not known to have ended; return why there is none, if so."""
         try:
+            if self._trial is not None and self._trial.child.returncode is not None:
+                await self._end(stack)
             if self._trial is None:
                 self._trial = await stack.enter_async_context(_open_trial(self._niceness))
         except (OSError, RuntimeError) as error:
@@ -241,8 +247,16 @@ class _TrialLane:
     async def try_out(self, stack: AsyncExitStack, index: int, asked: StructuredOutputsParams) -> Answer | Cause:
         """Have `asked` tried within one of the shares.
 
-        A process that ended or stands still says nothing of it, and the next one gets a new process.
+        A process that ended or stands still says nothing of it, and the next one gets a new process. Where it ended,
+        that one is asked at once, for a form ends no more than a fork.
         """
+        trial = Trial(asked, min(self.shares_s[index], time_for(asked, self._most_s)))
+        answer = await self._ask(stack, trial)
+        if isinstance(answer, Cause) and answer.type == "GrammarTrialDied":
+            answer = await self._ask(stack, trial)
+        return answer
+
+    async def _ask(self, stack: AsyncExitStack, trial: Trial) -> Answer | Cause:
         failure = await self.start(stack)
         if failure is not None:
             return failure
@@ -250,19 +264,22 @@ class _TrialLane:
         child = self._trial.child
         wall_s = max(MIN_WALL_S, WALL_FACTOR * self._most_s)
         with trio.move_on_after(wall_s):
-            answer = await self._trial.ask(Trial(asked, min(self.shares_s[index], time_for(asked, self._most_s))))
+            answer = await self._trial.ask(trial)
             if answer is not None:
                 return answer
             await child.wait()
         has_died = child.returncode is not None
-        self._trial = None
-        await stack.aclose()  # kills one that stands still
+        await self._end(stack)
         if not has_died:
             told = f"the process that tries grammars gave no answer within {wall_s:g} seconds and was killed; try again"
             return Cause("GrammarTrialStuck", told)
         assert child.returncode is not None
         told = describe_exit("the process that tries grammars", child.returncode, child.stderr_tail)
         return Cause("GrammarTrialDied", told)
+
+    async def _end(self, stack: AsyncExitStack) -> None:
+        self._trial = None
+        await stack.aclose()  # kills one that stands still
 
 
 class _Trial:

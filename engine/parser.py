@@ -123,13 +123,12 @@ def _add_benches(verbs: Verbs) -> None:
 
 _ABORT = """\
 Cut streams over sockets at random moments, then leave streams of `open_engine`, without sockets, at random moments of a
-step, and print how long blocks are held. one leaves: of as many streams, which run on; from its leaving to the engine's
-word that its place and blocks are free. The bar is that 99 of 100 take less than the median step and 3 ms. all leave,
-left to free: all are left at once; of each stream, from its leaving to the engine's word that no block is in use, not
-even of the stream that left last. cancelled to free: the same from the cancellation of them all. seen to free: by the
-engine's clock, from the arrival of the first abort. Each takes what is left of a step that was under way. With a model
-that is faster than a reader of all streams, as null is, what is left to be read is counted too: --null-step-ms 20 is
-like a model.
+step, and print how long blocks are held. one leaves, left to free: of as many streams, which run on, one is left; from
+then until its place and blocks are free in the engine. beyond its step: that without the longest step that was under
+way meanwhile; the bar is that it is less than 3 ms for 99 of 100. all leave, left to told: all are left at once; of
+each stream, from its leaving to the engine's word that no block is in use, not even of the stream that left last.
+cancelled to told: the same from the cancellation of them all. seen to free: from the arrival of the first abort in the
+engine. Each takes what is left of a step that was under way.
 """
 _BENCH_HELP = {
     "num_messages": "of each size; fewer of the large ones",

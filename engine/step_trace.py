@@ -18,6 +18,8 @@ from engine.outputs import ModelRunnerOutput, SchedulerOutput
 
 MAX_STEPS = 20_000
 """Steps that are kept, from the first on; about 5 MB."""
+MAX_EVENTS = 10 * MAX_STEPS
+"""What is kept in all, also where requests come and go and no step is made."""
 _MICROSECONDS = 1e6
 
 
@@ -44,13 +46,17 @@ class StepTrace:
 
     def add_abort(self, num_requests: int, at_s: float) -> None:
         """Note that `num_requests` were aborted by a message received at `at_s`."""
-        if self._num_steps <= MAX_STEPS:
+        if self._has_room:
             self._note("i", "abort", "aborts", at_s, {"num_requests": num_requests}, s="p")
 
     def add_load(self, num_used_blocks: int, num_requests: int, at_s: float) -> None:
         """Note how many blocks are in use, and how many requests run or wait."""
-        if self._num_steps <= MAX_STEPS:
+        if self._has_room:
             self._note("C", "load", "load", at_s, {"num_used_blocks": num_used_blocks, "num_requests": num_requests})
+
+    @property
+    def _has_room(self) -> bool:
+        return self._num_steps <= MAX_STEPS and len(self._events) < MAX_EVENTS
 
     def write(self, folder: Path) -> Path:
         """Write the trace into a new file of `folder`, which is made if it does not exist; return its path."""

@@ -2,7 +2,9 @@
 
 SIGUSR1 writes to standard error first what one asks first (engine alive, age of its last step, queues, sockets), said
 by those who own that state, see `telling`; then the tree of Trio's tasks, each with the line at which it waits. It
-needs a loop that still turns. SIGUSR2 writes the Python stack of every thread and needs nothing but the interpreter.
+needs a loop that still turns. SIGUSR2 writes the Python stack of every thread and needs a main thread that still comes
+to run Python, be it in a loop that never turns. Both are answered between two steps of the interpreter: whoever walks
+its frames at any moment, as a handler in C does, meets some that are half made and ends the process.
 """
 
 from __future__ import annotations
@@ -71,14 +73,14 @@ async def answer_signals(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_I
 
     Afterwards both have the meaning that they had before: an application's own, or none in our own processes.
     """
-    faulthandler.register(signal.SIGUSR2, all_threads=True)
+    before = signal.signal(signal.SIGUSR2, lambda number, frame: write_stacks())
     try:
         with trio.open_signal_receiver(signal.SIGUSR1) as signals:
             task_status.started()
             async for _ in signals:
                 write_report()
     finally:
-        faulthandler.unregister(signal.SIGUSR2)
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN if before is None else before)  # None: one that is not Python's
 
 
 def draw_tasks() -> str:

@@ -243,6 +243,14 @@ def read_verb(sent: Any) -> Verb:
     return verb
 
 
+def check_call(verb: Verb, timeout_s: float | None) -> None:
+    """Raise TypeError or ValueError where `verb` is none, or `timeout_s` no time to wait."""
+    if not isinstance(verb, msgspec.Struct):  # one that is unknown is the engine's to refuse
+        raise TypeError(f"a verb is an object of one of the classes of engine.verbs, as IsPaused(), got {verb!r:.80}")
+    if timeout_s is not None and not timeout_s >= 0:
+        raise ValueError(f"timeout_s must be 0 seconds or more, or None for the verb's own, got {timeout_s}")
+
+
 def plain_value(value: Any) -> Any:
     """Return a verb or its answer as it will arrive, whether or not there is a wire on its way.
 

@@ -13,7 +13,15 @@ import trio.testing
 
 from engine.config import EngineConfig
 from engine.errors import Cause
-from engine.grammar_compiler import CompiledFor, GrammarCompiler, _TrialLane, _Wanted, time_for
+from engine.grammar_compiler import (
+    MAX_START_S,
+    STARTED_PART,
+    CompiledFor,
+    GrammarCompiler,
+    _TrialLane,
+    _Wanted,
+    time_for,
+)
 from engine.grammar_trial import Answer
 from engine.outputs import RequestId
 from engine.sampling_params import SamplingParams
@@ -28,10 +36,14 @@ START_S = 0.3
 class Timed:
     """A compiler whose trials and compiles take the time that a form's text says, and when each answer came."""
 
-    def __init__(self, *, slowness: float = 1.0) -> None:
+    def __init__(self, *, slowness: float = 1.0, start_s: float = START_S) -> None:
         core: Any = SimpleNamespace(capacity=SimpleNamespace(vocab_size=256), awaits_grammar=self._awaits)
         self.compiler = GrammarCompiler(EngineConfig(model="null"), core, self._take)
         self.slowness = slowness
+        self.start_s = start_s
+        self.tried: list[str] = []
+        self.compiled: list[str] = []
+        self.ended: set[str] = set()
         self.answers: dict[str, tuple[float, str]] = {}
         self._asked_s: dict[str, float] = {}
         self._has_started = False
@@ -51,7 +63,7 @@ class Timed:
         return [self.answers[name][0] - self._asked_s[name] for name in names or self.answers]
 
     def _awaits(self, request_id: RequestId) -> bool:
-        return request_id not in self.answers
+        return request_id not in self.answers and request_id not in self.ended
 
     def _take(self, found: CompiledFor) -> None:
         assert found.request_id not in self.answers
@@ -64,7 +76,8 @@ class Timed:
         """Take the form's time, at most the share of the trial."""
         if not self._has_started:
             self._has_started = True
-            await trio.sleep(START_S)
+            await trio.sleep(self.start_s)
+        self.tried.append((asked.regex or "").split(":")[0])
         cost_s = float((asked.regex or "").split(":")[1])
         share_s = min(lane.shares_s[index], time_for(asked, EngineConfig(model="null").grammar_compile_time))
         await trio.sleep(min(cost_s, share_s) * self.slowness)
@@ -77,6 +90,7 @@ class Timed:
 
     async def compile(self, compiler: GrammarCompiler, wanted: _Wanted) -> None:
         """Take the form's time."""
+        self.compiled.append(wanted.request_id)
         await trio.sleep(float(wanted.lark))
         compiler._deliver(CompiledFor(wanted.request_id, None))  # type: ignore[arg-type]
 
@@ -173,3 +187,57 @@ async def test_a_refusal_for_want_of_time_may_be_tried_again(
     assert "--grammar-answer-time 0.8 seconds" in cause.message
     assert "try again" in cause.message
     assert GenerationFailed(cause).status_hint == 503
+
+
+async def test_who_comes_first_waits_but_so_long_for_a_process_that_never_starts(
+    opened: Callable[..., Any], autojump_clock: trio.testing.MockClock
+) -> None:
+    async with opened(start_s=100) as timed:
+        await trio.sleep(60)
+        timed.ask("first", USUAL_S)
+        await trio.sleep(5)
+        answer_s = EngineConfig(model="null").grammar_answer_time
+        assert timed.waits_s(["first"]) == pytest.approx([MAX_START_S + STARTED_PART * answer_s])
+        assert timed.names("GrammarTimeout") == ["first"]
+
+
+async def test_nothing_is_tried_for_requests_that_have_ended_and_nobody_waits_behind_them(
+    opened: Callable[..., Any], autojump_clock: trio.testing.MockClock
+) -> None:
+    async with opened() as timed:
+        timed.ask("first", USUAL_S)
+        await trio.sleep(60)
+        for index in range(8):
+            timed.ask(f"ended {index}", HOSTILE_S)
+            timed.ended.add(f"ended {index}")
+        timed.ask("shared#ended", USUAL_S)
+        timed.ended.add("shared#ended")
+        timed.ask("shared#waits", USUAL_S)
+        await trio.sleep(60)
+        assert timed.tried == ["first", "shared"]
+        assert timed.waits_s(["shared#waits"]) == pytest.approx([2 * USUAL_S])
+
+
+async def test_nothing_is_compiled_for_requests_that_have_ended_since_it_was_tried(
+    opened: Callable[..., Any], autojump_clock: trio.testing.MockClock
+) -> None:
+    async with opened() as timed:
+        timed.ask("form#1", USUAL_S)
+        await trio.sleep(60)
+        for index in range(2, 10):
+            timed.ask(f"form#{index}", USUAL_S)
+        timed.ended |= {f"form#{index}" for index in range(2, 9)}
+        await trio.sleep(60)
+        assert timed.compiled == ["form#1", "form#9"]
+        assert timed.waits_s(["form#9"]) == pytest.approx([USUAL_S])
+
+
+async def test_what_was_asked_for_last_stays_known(
+    opened: Callable[..., Any], autojump_clock: trio.testing.MockClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("engine.grammar_compiler.MAX_KNOWN", 2)
+    async with opened() as timed:
+        for name in ("a", "b", "a#again", "c", "a#last", "b#last"):
+            timed.ask(name, USUAL_S)
+            await trio.sleep(60)
+        assert timed.tried == ["a", "b", "c", "b"]

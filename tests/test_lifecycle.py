@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -204,6 +206,45 @@ def test_a_process_asked_what_it_does_when_all_is_stopped_exits_as_it_would_have
     server.process.send_signal(signal.SIGTERM)
     assert server.wait() == 0
     assert "stopped" in server.lines[-1]
+
+
+def test_a_process_at_work_survives_being_asked_for_its_tasks_and_its_threads_at_once(start_server: Any) -> None:
+    server = start_server("null", "--null-step-ms", "1")
+    streams = [server.post("/v1/completions", {**server.LONG, "max_tokens": 8000}) for _ in range(4)]
+    for _ in range(200):
+        for pid in (server.engine_pid, server.process.pid):
+            os.kill(pid, signal.SIGUSR1)
+            os.kill(pid, signal.SIGUSR2)
+        time.sleep(0.005)
+    server.process.send_signal(signal.SIGTERM)
+    assert all(server.events(stream)[-1] == "[DONE]" for stream in streams)
+    assert server.wait() == 0
+
+
+def ignore_children() -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+
+
+def test_an_engine_that_dies_is_told_where_whoever_started_us_ignores_the_ends_of_children() -> None:
+    """What is ignored stays so in the program that a process becomes."""
+    script = """if True:
+        import os, signal, trio, engine
+        from engine.errors import EngineDeadError
+        async def main():
+            async with engine.open_engine("null", null_step_ms=5) as llm:
+                async with llm.generate([65], engine.SamplingParams(max_tokens=5000)) as stream:
+                    await anext(stream)
+                    os.kill(llm.ready.pid, signal.SIGKILL)
+                    async for _ in stream:
+                        pass
+        try:
+            trio.run(main)
+        except* EngineDeadError as group:
+            print("told:", group.exceptions[0])
+    """
+    command = [sys.executable, "-c", script]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False, preexec_fn=ignore_children)
+    assert "killed by SIGKILL" in ended.stdout, ended.stderr
 
 
 def test_a_signal_to_all_processes_at_once_is_an_orderly_stop_of_a_start(start_server: Any, tmp_path: Path) -> None:

@@ -112,13 +112,15 @@ async def test_a_hostile_form_is_refused_soon_and_costs_nobody_else_anything(llm
     assert llm.is_healthy
 
 
-async def test_an_abort_while_a_grammar_is_tried_ends_the_request_and_nobody_waits_behind_it() -> None:
-    async with engine.open_engine("null", isolation="thread") as llm:
+async def test_an_abort_while_a_grammar_is_tried_ends_the_request_and_the_next_one_is_served() -> None:
+    """That nothing is tried for those that have ended is shown by a clock of the tests, in test_grammar_compiler.py."""
+    async with engine.open_engine("null", isolation="thread", grammar_answer_time=60) as llm:
         for width in range(1, 4):
             with trio.move_on_after(0.05):
                 await collect(llm, params_of(MULTIPLE_OF_A_PRIME | {"whitespace_pattern": " " * width}))
         with trio.fail_after(20):
             await llm.wait_for_stats(lambda stats: stats.num_waiting == 0)
+            assert (await collect(llm, params_of({"choice": ["fine"]}))).outputs[0].text == "fine"
 
 
 async def test_an_honest_form_waits_for_no_hostile_one_and_of_those_no_more_than_some_may_wait(
@@ -167,7 +169,35 @@ async def test_a_process_that_cannot_try_grammars_fails_the_request_that_needs_i
         assert output.error is not None
         assert output.error.type == "GrammarTrialDied"
         assert "status 3" in output.error.message
+        assert GenerationFailed(output.error).status_hint == 503
         assert (await collect(llm, SamplingParams(max_tokens=2))).outputs[0].error is None
+
+
+@pytest.mark.parametrize("is_idle", [True, False])
+async def test_a_process_that_is_killed_while_idle_or_asked_costs_no_request_anything(
+    monkeypatch: pytest.MonkeyPatch, is_idle: bool
+) -> None:
+    asked_of: list[int] = []
+    trials: list[_Trial] = []
+    ask = _Trial.ask
+
+    async def ask_one_that_may_die(self: _Trial, asked: Any) -> Any:
+        trials.append(self)
+        asked_of.append(self.child.pid)
+        if len(trials) == 2 and not is_idle:
+            self.child.signal(signal.SIGKILL)
+            await self.child.wait()
+        return await ask(self, asked)
+
+    monkeypatch.setattr(_Trial, "ask", ask_one_that_may_die)
+    async with engine.open_engine("null", isolation="thread", grammar_answer_time=60) as llm:
+        assert (await collect(llm, params_of({"choice": ["a"]}))).outputs[0].text == "a"
+        if is_idle:
+            trials[0].child.signal(signal.SIGKILL)
+            await trials[0].child.wait()
+        assert (await collect(llm, params_of({"choice": ["b"]}))).outputs[0].text == "b"
+    assert len(set(asked_of)) == 2
+    assert len(asked_of) == (2 if is_idle else 3)  # one that is known to have ended is not asked
 
 
 async def test_a_process_that_stands_still_fails_the_request_in_time_and_the_next_one_gets_another(

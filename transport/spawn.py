@@ -57,6 +57,8 @@ def start_child(
         output: The descriptor that takes what the child writes to stderr or stdout; a new pipe unless given.
         pass_fds: Descriptors that the child inherits under the same numbers; the caller's to close.
     """
+    if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:  # inherited; the kernel would reap what is waited for
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     read_end, write_end = os.pipe()
     stack.callback(os.close, write_end)
     try:

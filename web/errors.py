@@ -21,6 +21,7 @@ _STATUS_OF_CAUSE = {
     "QueueTimeout": 503,
     "GrammarTimeout": 503,
     "GrammarTrialStuck": 503,
+    "GrammarTrialDied": 503,
     "GrammarQueueFull": 429,
     "NoTokenAllowed": 400,
     "GrammarFailed": 400,

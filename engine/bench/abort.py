@@ -46,7 +46,7 @@ from engine.bench.serve import completion_body, read_stream
 from engine.bench.server import Server, open_server
 from engine.bench.workload import StreamTimes, Workload
 from engine.config import EngineConfig
-from engine.errors import Cause, EngineDeadError
+from engine.errors import Cause, ConfigError, EngineDeadError
 from engine.launch import open_engine
 
 NUM_BURSTS = 100
@@ -113,6 +113,9 @@ async def _add_leaving(report: Report, config: EngineConfig, cuts: Cuts, input_l
     """
     draw = random.Random(cuts.seed)
     num_streams = min(cuts.num_streams, config.max_num_seqs * config.data_parallel_size)
+    if num_streams < config.data_parallel_size:
+        engines = config.data_parallel_size
+        raise ConfigError(f"--num-streams {num_streams} cannot be shared by {engines} engines: give at least {engines}")
     num_rows = num_streams // config.data_parallel_size
     bursts: list[Burst] = []
     with tempfile.TemporaryDirectory() as name:

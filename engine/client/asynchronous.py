@@ -35,7 +35,7 @@ from engine.protocol import (
     UtilityCall,
     UtilityResult,
 )
-from engine.verbs import STOPPING, UNSENDABLE, Verb, value_of
+from engine.verbs import STOPPING, UNSENDABLE, Verb, check_call, value_of
 
 
 class Connection(Protocol):
@@ -164,7 +164,9 @@ class AsyncMPClient(EngineCoreClient):
             UtilityError: The verb failed, alone; `cause` says whose fault, EngineStopping where nothing is taken.
             UtilityTimeout: There was no answer in time.
             EngineDeadError: The engine died before it answered.
+            TypeError, ValueError: `verb` is none, or `timeout_s` is negative.
         """
+        check_call(verb, timeout_s)
         if self.death is not None:
             raise self.death
         if self._takes_nothing:

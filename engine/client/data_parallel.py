@@ -20,7 +20,7 @@ from engine.handshake import check_sender
 from engine.metrics import SchedulerStats
 from engine.outputs import RequestId
 from engine.protocol import AbortReason, EngineCoreOutputs, EngineCoreRequest, EngineMessage, EngineReady, SessionPart
-from engine.verbs import SaveShardedState, Verb
+from engine.verbs import SaveShardedState, Verb, check_call
 
 
 class LeastInFlight:
@@ -123,7 +123,9 @@ class DPAsyncMPClient(AsyncMPClient):
             UtilityError: The verb failed in the engines that are named; those that are not have done it.
             UtilityTimeout: That it took too long is all that failed.
             EngineDeadError: An engine died before it answered.
+            TypeError, ValueError: `verb` is none, or `timeout_s` is negative.
         """
+        check_call(verb, timeout_s)
         if isinstance(verb, SaveShardedState):
             return await self._engines[0].call(verb, timeout_s)
         results: dict[int, Any] = {}

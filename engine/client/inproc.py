@@ -33,7 +33,7 @@ from engine.sampling_params import SamplingParams
 from engine.step_failures import StepFailures
 from engine.structured_output.grammar import Grammar
 from engine.structured_output.manager import StructuredOutputManager
-from engine.verbs import Verb, plain_value, read_verb, value_of
+from engine.verbs import Verb, check_call, plain_value, read_verb, value_of
 
 logger = logging.getLogger(__name__)
 
@@ -103,6 +103,7 @@ class InprocClient(SynchronousClient):
 
     def call(self, verb: Verb, timeout_s: float | None = None) -> Any:
         """Run `verb` now; a pause takes the steps it waits for, and their outputs are kept for `get_output`."""
+        check_call(verb, timeout_s)
         if self.death is not None:
             raise self.death
         timeout_s = verb.timeout_s if timeout_s is None else timeout_s

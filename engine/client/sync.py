@@ -37,7 +37,7 @@ from engine.protocol import (
     UtilityCall,
     UtilityResult,
 )
-from engine.verbs import UNSENDABLE, Verb, value_of
+from engine.verbs import UNSENDABLE, Verb, check_call, value_of
 
 
 class SyncMPClient(SynchronousClient):
@@ -93,6 +93,7 @@ class SyncMPClient(SynchronousClient):
 
     def call(self, verb: Verb, timeout_s: float | None = None) -> Any:
         """See `SynchronousClient.call`; outputs that come meanwhile are kept for `get_output`."""
+        check_call(verb, timeout_s)
         if self.death is not None:
             raise self.death
         timeout_s = verb.timeout_s if timeout_s is None else timeout_s

@@ -96,6 +96,7 @@ class SynchronousClient(EngineCoreClient):
             UtilityError: The verb failed, alone.
             UtilityTimeout: There was no answer in time.
             EngineDeadError: The engine died before it answered.
+            TypeError, ValueError: `verb` is none, or `timeout_s` is negative.
         """
 
     @abstractmethod

@@ -14,8 +14,10 @@ import hashlib
 import logging
 import os
 import platform
+import re
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 import time
@@ -42,12 +44,18 @@ OPTIONS = ("-O2", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-Wno-ps
 LIBRARIES = ("-lm",)
 COMPILE_TIMEOUT_S = 120.0
 """For all that is compiled, and then linked, of one variant."""
+_KILLED = re.compile(r"signal terminated program")
+"""How gcc tells that what compiles for it was killed."""
 _PARTIAL = ".partial-"
 """Folders of builds under way begin so; whoever holds the lock knows that there are none."""
 
 
 class NoKernels(Exception):
     """The operations cannot be had here; the message says why."""
+
+
+class CompilerKilled(NoKernels):
+    """A signal ended the compiler, which says nothing of what it was compiling: there is no trying with less."""
 
 
 def supported_variants() -> list[str]:
@@ -78,6 +86,8 @@ def load(variant: str | None = None) -> ctypes.CDLL:
                 _declare(library)
                 return library
             reasons.append(f"the system does not let this process use {name}")
+        except CompilerKilled:
+            raise
         except (NoKernels, OSError) as error:  # an older compiler, a cache that cannot be written or run from
             reasons.append(str(error))
         logger.info("not with %s: %s", name, reasons[-1])
@@ -168,13 +178,30 @@ def _run(commands: Sequence[Sequence[str]], folder: Path, until: float) -> None:
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env
             )
             stack.enter_context(process)  # waits for it in the end
-            stack.callback(process.kill)
+            stack.callback(_kill, process)
             processes.append(process)
         for process in processes:
             _, said = process.communicate(timeout=max(0.0, until - time.monotonic()))
             if process.returncode != 0:
                 reason = said.decode(errors="replace").strip()[-2000:] or f"exit status {process.returncode}"
+                if process.returncode < 0 or _KILLED.search(reason):
+                    raise CompilerKilled(f"{shlex.join(command[:1])} was killed: {reason}; start again")
                 raise subprocess.SubprocessError(reason)
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a compiler that still runs, with what it has started: gcc's work is done by children of `cc`."""
+    if process.poll() is not None:
+        return
+    process.send_signal(signal.SIGSTOP)  # it starts nothing more
+    try:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    except OSError:
+        children = []
+    process.kill()
+    for child in children:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(child), signal.SIGKILL)
 
 
 def _machine_flags(variant: str) -> list[str]:

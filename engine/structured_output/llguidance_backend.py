@@ -32,16 +32,21 @@ _PLACE = re.compile(r"^(?:at )?(\d+)\(\d+\): (?:failed to compile JSON schema: )
 
 
 def limits(*, is_trial: bool = False) -> LLParserLimits:
-    """Return what one grammar may take: of memory in all, and of work for each mask (some 10 ms at most).
+    """Return what one grammar may take: of memory in all, and of work for each mask.
 
-    In a trial it is half of that, so that one which reaches a limit is refused rather than ended midway.
+    A usual mask over 49,152 tokens takes a tenth of a millisecond, and one that comes near the limits some 10. It is
+    rules that read the same text in very many ways which do: `step_max_items` is for them. It counts what is found
+    and not the search: with few letters, as in `e: e e | /a/`, a hundred tokens may come to 200 ms.
+
+    In a trial it is half of that, so that one which reaches a limit is refused rather than ended midway. A trial is
+    over single bytes, whose masks take less: over longer tokens it may happen all the same.
     """
     part = 2 if is_trial else 1
     return LLParserLimits(
         max_items_in_row=5000 // part,
         initial_lexer_fuel=1_000_000 // part,
         step_lexer_fuel=100_000 // part,
-        step_max_items=50_000 // part,
+        step_max_items=5000 // part,
         max_lexer_states=50_000 // part,
         max_grammar_size=250_000 // part,
         precompute_large_lexemes=False,
@@ -117,6 +122,9 @@ def match(params: StructuredOutputsParams, lark: str, vocabulary: Vocabulary, *,
         fault = "; ".join([fault, *(advice for words, advice in _ADVICE.items() if words in fault)])
         raise InvalidGrammar(f"{params.kind}: {fault}")
     mask = compute_mask(matcher, vocabulary.size + 1)
+    fault = message_of(matcher) if mask is None else ""
+    if "error: " in fault:  # the lexer or the parser reached a limit; else there was nothing to allow
+        raise InvalidGrammar(f"{params.kind}: {fault}: make it simpler")
     if mask is None or not (mask[: len(vocabulary.ordinary)] & vocabulary.ordinary).any():
         text = "only the empty text" if matcher.is_accepting() else "no text that the model's tokens can spell"
         raise InvalidGrammar(f"{params.kind} allows {text}")

@@ -44,7 +44,7 @@ class Face(Protocol):
     async def message(self) -> EngineCoreOutputs | None:
         """Wait for the next outputs; None once the engine has stopped."""
 
-    async def call(self, verb: Verb) -> Any:
+    async def call(self, verb: Verb, timeout_s: float | None = None) -> Any:
         """Ask for a verb and wait for its answer."""
 
     async def shutdown(self) -> None:
@@ -61,9 +61,9 @@ class PlainFace:
         await trio.lowlevel.checkpoint()
         return self.client.get_output()
 
-    async def call(self, verb: Verb) -> Any:
+    async def call(self, verb: Verb, timeout_s: float | None = None) -> Any:
         await trio.lowlevel.checkpoint()
-        return self.client.call(verb)
+        return self.client.call(verb, timeout_s)
 
     async def shutdown(self) -> None:
         await trio.lowlevel.checkpoint()
@@ -80,12 +80,12 @@ class TrioFace:
     async def message(self) -> EngineCoreOutputs | None:
         return self._kept.popleft() if self._kept else await self.client.get_output()
 
-    async def call(self, verb: Verb) -> Any:
+    async def call(self, verb: Verb, timeout_s: float | None = None) -> Any:
         answer, error = None, None
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._receive)
             try:
-                answer = await self.client.call(verb)
+                answer = await self.client.call(verb, timeout_s)
             except Exception as raised:
                 error = raised
             nursery.cancel_scope.cancel()

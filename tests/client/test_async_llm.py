@@ -114,7 +114,9 @@ class Recorded:
         return getattr(self._connection, name)
 
 
-async def test_a_stream_that_is_left_is_told_at_once_those_of_the_same_moment_together_and_what_is_sent_later_after_them() -> None:
+async def test_a_stream_that_is_left_is_told_at_once_others_of_that_moment_together_and_later_sends_after_them() -> (
+    None
+):
     params = SamplingParams(temperature=0, max_tokens=5000)
     async with engine.open_engine("null", isolation="thread", null_step_ms=1) as llm:
         connection = Recorded(llm._client._connection)

@@ -227,3 +227,25 @@ async def test_the_statistics_follow_the_scheduler(open_face: Open) -> None:
         face.client.abort_requests([each.request_id for each in asked], AbortReason.CLIENT)
         await log.until_ended(*asked)
         await assert_idle_and_well(face, log)
+
+
+@pytest.mark.parametrize(
+    ("verb", "timeout_s", "error", "reason"),
+    [
+        (
+            "is_paused",
+            None,
+            TypeError,
+            "an object of one of the classes of engine.verbs, as IsPaused.., got 'is_paused'",
+        ),
+        (IsPaused(), -1.0, ValueError, "timeout_s must be 0 seconds or more, or None for the verb's own, got -1.0"),
+        (IsPaused(), float("nan"), ValueError, "got nan"),
+    ],
+)
+async def test_a_call_that_is_none_is_refused_by_itself(
+    open_face: Open, verb: Any, timeout_s: float | None, error: type[Exception], reason: str
+) -> None:
+    async with open_face() as face:
+        with pytest.raises(error, match=reason):
+            await face.call(verb, timeout_s)
+        assert await face.call(IsPaused()) is False

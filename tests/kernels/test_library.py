@@ -84,6 +84,19 @@ def test_a_compiler_that_fails_is_a_reason_and_leaves_nothing(
     assert built(own_cache) == [".lock"]
 
 
+def test_a_compiler_that_is_killed_ends_the_attempt_instead_of_a_lesser_library(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by Ctrl-C, or for want of memory; gcc tells of its own part by these words."""
+    told = "echo cc: fatal error: Killed signal terminated program cc1 >&2; exit 1"
+    monkeypatch.setattr(library, "supported_variants", lambda: ["plain", "avx2"])
+    for script in (told, "kill -9 $$"):
+        monkeypatch.setenv("CC", fake_compiler(tmp_path, f'[ "$1" = --version ] || {{ {script}; }}'))
+        with pytest.raises(library.CompilerKilled, match="start again"):
+            library.load()
+    assert built(own_cache) == [".lock"]
+
+
 def hanging_compiler(folder: Path, then: str) -> str:
     """Return a compiler that hangs on second.c, and on first.c does `then` once that has begun."""
     os.mkfifo(folder / "begun")
@@ -92,7 +105,7 @@ def hanging_compiler(folder: Path, then: str) -> str:
         f"""
         case "$*" in
         *-c*first.c*) read pid < {folder}/begun; {then} ;;
-        *-c*second.c*) echo $$ | tee {folder}/pid > {folder}/begun; exec sleep 60 ;;
+        *-c*second.c*) echo $$ > {folder}/pid; echo $$ > {folder}/begun; exec sleep 60 ;;
         esac""",
     )
 
@@ -115,6 +128,30 @@ def test_a_compiler_that_does_not_end_is_ended_in_time(
     with pytest.raises(NoKernels, match="timed out"):
         library.load("plain")
     assert built(own_cache) == [".lock"]
+
+
+def test_a_compiler_that_is_ended_takes_with_it_what_it_has_started(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `cc` starts the process that compiles, and waits for it."""
+    monkeypatch.setattr(library, "COMPILE_TIMEOUT_S", 0.3)
+    started = f"sleep 60 & echo $! >> {tmp_path}/pids; wait"
+    monkeypatch.setenv("CC", fake_compiler(tmp_path, f'[ "$1" = --version ] || {{ {started}; }}'))
+    with pytest.raises(NoKernels, match="timed out"):
+        library.load("plain")
+    pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    left = [pid for pid in pids if state_of(pid) not in {None, "Z"}]
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
+    assert pids
+    assert not left
+
+
+def state_of(pid: int) -> str | None:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return None
 
 
 def test_what_an_engine_that_is_killed_while_it_compiles_leaves_is_removed_by_the_next(

@@ -12,6 +12,7 @@ from tokenizers import decoders, models
 
 from engine.bench.forms import FORMS as FORMS_OF_BENCHES
 from engine.client.tokenizer import Tokenizer
+from engine.errors import InvalidGrammar
 from engine.sampling_params import SamplingParams
 from engine.structured_output.grammar import new_bitmasks
 from engine.structured_output.lark import to_lark
@@ -218,6 +219,20 @@ def test_a_mask_that_takes_too_much_work_allows_nothing_and_says_why() -> None:
         grammar.accept_tokens([max(choices)])
     assert grammar.failure is not None
     assert "too many" in grammar.failure
+
+
+def test_rules_that_read_a_text_in_very_many_ways_end_before_their_masks_take_long(
+    smollm2_vocabulary: Vocabulary,
+) -> None:
+    """The compiler counts the work of a mask, so that the same text ends at the same token on each machine."""
+    asked, draw = {"grammar": "start: e\ne: e e | /./ | /../ | /.../"}, random.Random(0)
+    grammar, num_tokens = start(asked, smollm2_vocabulary), 0
+    while num_tokens < 40 and (choices := allowed(grammar, smollm2_vocabulary)):
+        assert grammar.accept_tokens([draw.choice(choices)])
+        num_tokens += 1
+    assert "Too many items" in (grammar.failure or "")
+    with pytest.raises(InvalidGrammar, match=r"Too many items.*: make it simpler"):
+        start({"grammar": "start: e\ne: e e | /./"}, smollm2_vocabulary)
 
 
 def test_what_one_request_generates_spends_nothing_of_anothers_limits() -> None:
