@@ -15,6 +15,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 import traceback
 
 import msgspec
@@ -33,6 +34,10 @@ STACK_BYTES = 2**20
 """The stack of a trial: an eighth of what a thread usually has."""
 NUM_STEPS = 64
 """Bytes that a grammar is walked for."""
+MAX_STEPS = 600
+"""Bytes that one is walked for whose steps take ever longer, as of rules that read a text in very many ways."""
+GROWTH = 2.5
+"""How many times the processor time of its first steps the last ones then take: usual grammars' take about as much."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -75,9 +80,15 @@ def try_out(params: StructuredOutputsParams, vocabulary: Vocabulary) -> Answer:
 
 
 def _walk(matcher: LLMatcher, vocabulary: Vocabulary) -> None:
-    """Compute masks along some text that the grammar allows, as far as it goes."""
+    """Compute masks along some text that the grammar allows; it ends soon unless steps take ever longer."""
     draw = random.Random(0)
-    for _ in range(NUM_STEPS):
+    began_s: list[float] = []
+    for step in range(MAX_STEPS):
+        began_s.append(time.thread_time())
+        if step == NUM_STEPS:
+            quarter = NUM_STEPS // 4
+            if began_s[-1] - began_s[-quarter - 1] < GROWTH * (began_s[quarter] - began_s[0]):
+                return
         mask = None if matcher.is_stopped() else compute_mask(matcher, vocabulary.size + 1)
         if mask is None:
             return
