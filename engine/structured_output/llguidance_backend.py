@@ -36,8 +36,8 @@ def limits(*, is_trial: bool = False) -> LLParserLimits:
 
     A usual mask over 49,152 tokens takes a tenth of a millisecond, and one that comes near the limits some 10. It is
     rules that read the same text in very many ways which do: `step_max_items` is for them. It counts what is found
-    and not the search: with few letters, as in `e: e e | /a/`, a hundred tokens would come to 200 ms. So a trial refuses
-    what takes ever longer.
+    and not the search: with few letters, as in `e: e e | /a/`, a hundred tokens would come to 200 ms; so a trial
+    refuses what takes ever longer.
 
     In a trial it is half of that, so that one which reaches a limit is refused rather than ended midway. A trial is
     over single bytes, whose masks take less: over longer tokens it may happen all the same.
