@@ -13,6 +13,7 @@ import random
 import resource
 import signal
 import socket
+import statistics
 import struct
 import sys
 import time
@@ -82,13 +83,13 @@ def try_out(params: StructuredOutputsParams, vocabulary: Vocabulary) -> Answer:
 def _walk(matcher: LLMatcher, vocabulary: Vocabulary) -> None:
     """Compute masks along some text that the grammar allows; it ends soon unless steps take ever longer."""
     draw = random.Random(0)
-    began_s: list[float] = []
+    took_s: list[float] = []
     for step in range(MAX_STEPS):
-        began_s.append(time.thread_time())
         if step == NUM_STEPS:
-            quarter = NUM_STEPS // 4
-            if began_s[-1] - began_s[-quarter - 1] < GROWTH * (began_s[quarter] - began_s[0]):
+            first, last = took_s[: NUM_STEPS // 4], took_s[-NUM_STEPS // 4 :]
+            if statistics.median(last) < GROWTH * statistics.median(first):
                 return
+        began_s = time.thread_time()
         mask = None if matcher.is_stopped() else compute_mask(matcher, vocabulary.size + 1)
         if mask is None:
             return
@@ -96,6 +97,7 @@ def _walk(matcher: LLMatcher, vocabulary: Vocabulary) -> None:
         if not len(allowed):
             return
         matcher.consume_token(int(draw.choice(allowed)))
+        took_s.append(time.thread_time() - began_s)
 
 
 def encode_frame(message: Trial | Answer) -> bytes:
