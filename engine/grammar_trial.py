@@ -33,12 +33,13 @@ MAX_MEMORY_BYTES = 512 * 2**20
 """Most memory of a trial, the interpreter's own included."""
 STACK_BYTES = 2**20
 """The stack of a trial: an eighth of what a thread usually has."""
-NUM_STEPS = 64
+NUM_STEPS = 128
 """Bytes that a grammar is walked for."""
 MAX_STEPS = 600
 """Bytes that one is walked for whose steps take ever longer, as of rules that read a text in very many ways."""
-GROWTH = 2.5
-"""How many times the processor time of its first steps the last ones then take: usual grammars' take about as much."""
+GROWTH = 8
+"""How many times the processor time of its first steps the last ones then take: usual grammars' take about as much,
+rules that read a text in very many ways 46 and more."""
 _LENGTH = struct.Struct("<I")
 
 
@@ -86,7 +87,7 @@ def _walk(matcher: LLMatcher, vocabulary: Vocabulary) -> None:
     took_s: list[float] = []
     for step in range(MAX_STEPS):
         if step == NUM_STEPS:
-            first, last = took_s[: NUM_STEPS // 4], took_s[-NUM_STEPS // 4 :]
+            first, last = took_s[: NUM_STEPS // 8], took_s[-NUM_STEPS // 8 :]
             if statistics.median(last) < GROWTH * statistics.median(first):
                 return
         began_s = time.thread_time()
