@@ -37,7 +37,7 @@ from engine.config import EngineConfig
 from engine.core import EngineCore
 from engine.errors import Cause
 from engine.fair_queue import FairQueues
-from engine.grammar_trial import Answer, Trial, encode_frame, frame_size
+from engine.grammar_trial_frames import HEADER_SIZE, Answer, Trial, encode_frame, frame_size
 from engine.outputs import RequestId
 from engine.sampling_params import SamplingParams
 from engine.structured_output.grammar import Grammar
@@ -293,7 +293,7 @@ class _Trial:
         """Return what the process finds, or None where it died."""
         with contextlib.suppress(trio.BrokenResourceError):
             await self._line.send_all(encode_frame(trial))
-            header = await self._read(4)
+            header = await self._read(HEADER_SIZE)
             body = await self._read(frame_size(header)) if header else b""
             return msgspec.msgpack.decode(body, type=Answer) if body else None
         return None

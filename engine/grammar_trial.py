@@ -14,7 +14,6 @@ import resource
 import signal
 import socket
 import statistics
-import struct
 import sys
 import time
 import traceback
@@ -24,6 +23,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from engine.errors import InvalidGrammar
+from engine.grammar_trial_frames import HEADER_SIZE, Answer, Trial, encode_frame, frame_size
 from engine.structured_output.lark import to_lark
 from engine.structured_output.llguidance_backend import compute_mask, match, message_of
 from engine.structured_output.params import StructuredOutputsParams, shown_form
@@ -40,30 +40,6 @@ MAX_STEPS = 600
 GROWTH = 8
 """How many times the processor time of its first steps the last ones then take: usual grammars' take about as much,
 rules that read a text in very many ways 46 and more."""
-_LENGTH = struct.Struct("<I")
-
-
-class Trial(msgspec.Struct, frozen=True):
-    """What is to be tried, and the processor time, in seconds, that it may take."""
-
-    asked: StructuredOutputsParams
-    share_s: float
-
-
-class Answer(msgspec.Struct, frozen=True):
-    """What a trial found: the grammar, or why it is refused, be it only for the time that this trial had.
-
-    Attributes:
-        lark: The grammar as text.
-        refusal: Why there is none.
-        takes_longer: Whether that is the time.
-        within_s: The time that the trial had.
-    """
-
-    lark: str = ""
-    refusal: str | None = None
-    takes_longer: bool = False
-    within_s: float = 0.0
 
 
 def try_out(params: StructuredOutputsParams, vocabulary: Vocabulary) -> Answer:
@@ -101,18 +77,6 @@ def _walk(matcher: LLMatcher, vocabulary: Vocabulary) -> None:
         took_s.append(time.thread_time() - began_s)
 
 
-def encode_frame(message: Trial | Answer) -> bytes:
-    """Return `message` with its length before it."""
-    body = msgspec.msgpack.encode(message)
-    return _LENGTH.pack(len(body)) + body
-
-
-def frame_size(header: bytes) -> int:
-    """Return how many bytes follow a frame's first four."""
-    size: int = _LENGTH.unpack(header)[0]
-    return size
-
-
 def main() -> None:
     """Be a trial process: the first argument is a socket's descriptor."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -120,7 +84,7 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, resource.getrlimit(resource.RLIMIT_STACK)[1]))
     vocabulary = Vocabulary([bytes([byte]) for byte in range(256)])
     with socket.socket(fileno=int(sys.argv[1])) as line, line.makefile("rb") as incoming:
-        while len(header := incoming.read(_LENGTH.size)) == _LENGTH.size:
+        while len(header := incoming.read(HEADER_SIZE)) == HEADER_SIZE:
             trial = msgspec.msgpack.decode(incoming.read(frame_size(header)), type=Trial)
             answer = _in_a_fork(trial.asked, vocabulary, trial.share_s)
             line.sendall(encode_frame(msgspec.structs.replace(answer, within_s=trial.share_s)))

@@ -22,7 +22,7 @@ from engine.grammar_compiler import (
     _Wanted,
     time_for,
 )
-from engine.grammar_trial import Answer
+from engine.grammar_trial_frames import Answer
 from engine.outputs import RequestId
 from engine.sampling_params import SamplingParams
 from engine.structured_output.params import StructuredOutputsParams

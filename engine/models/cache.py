@@ -26,8 +26,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from engine.errors import ConfigError
-from engine.models.convert import Progress
-from engine.models.fetch import Wait, run
+from engine.models.fetch import Progress, Wait, run
 
 logger = logging.getLogger(__name__)
 

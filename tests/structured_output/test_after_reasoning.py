@@ -11,9 +11,9 @@ import pytest
 from engine.outputs import GrammarMasks
 from engine.sampling_params import SamplingParams
 from engine.structured_output.after_reasoning import GrammarAfterReasoning
+from engine.structured_output.compilation import with_reasoning
 from engine.structured_output.grammar import new_bitmasks
 from engine.structured_output.lark import to_lark
-from engine.structured_output.manager import with_reasoning
 from engine.structured_output.params import structured_outputs_params
 from engine.structured_output.vocabulary import Vocabulary
 from tests.structured_output.conftest import allowed as bytes_allowed
