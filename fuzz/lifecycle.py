@@ -10,7 +10,8 @@ of a phase it strikes: a signal, or two, to the front, an engine, the reapers, o
   with the cause; after an end that was asked for in order, never an error;
 - the front ends by itself, in time, with the exit code that the contract gives for what happened;
 - what changes nothing (a stop and a continue, a signal that is ignored) costs no stream anything;
-- then no process of it lives, no socket, shared memory or temporary file of it is there, no descriptor is left open.
+- then no process of it lives, no socket, shared memory or temporary file of it is there, no descriptor is left open;
+  what a front left that a signal ended before it had a reaper, the next start removes.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ ROUND_S = 300.0
 """A round that takes longer hangs."""
 GONE_S = 2.0
 """How soon after the front's end every process of it must have ended."""
+
+NEXT_START = [sys.executable, "-c", "from engine.handshake import open_socket_folder\nwith open_socket_folder(): pass"]
+"""What each start begins with: it removes what dead owners left."""
 
 
 class Case(NamedTuple):
@@ -129,7 +133,7 @@ async def play(case: Case, model: str) -> None:
         async with opening as front:
             try:
                 with trio.fail_after(ROUND_S):
-                    await _play(case, front)
+                    await _play(case, front, folder)
             except BaseException as error:
                 error.add_note("\n".join(["what the front said last:", *front.lines[-30:]]))
                 raise
@@ -137,9 +141,9 @@ async def play(case: Case, model: str) -> None:
         assert not left, f"files are left: {left}"
 
 
-async def _play(case: Case, front: Front) -> None:
+async def _play(case: Case, front: Front, folder: str) -> None:
     await front.reach(case.phase, case.after_s)
-    struck = front.find(case.target)
+    struck, reapers = front.find(case.target), front.find("reaper")
     with front.watch_all() as watched:
         files = front.files()
         effect = await front.strike(struck, case.blow.split(), case.between_s)
@@ -148,6 +152,8 @@ async def _play(case: Case, front: Front) -> None:
             effect = await front.strike(front.find("front"), ["TERM"], 0.0)
         await front.check_end(effect)
         await watched.check_ended(GONE_S)
+    if not reapers and front.code is not None and front.code < 0:
+        await trio.run_process(NEXT_START, env={**os.environ, "TMPDIR": folder})
     _check_gone(files)
 
 
