@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 ALIGNMENT_BYTES = 64
-_CHUNK_BYTES = 32 << 20
+_CHUNK_BYTES = 256 << 20
 """A multiple of every usual size of huge pages."""
 
 

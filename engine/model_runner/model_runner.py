@@ -135,6 +135,7 @@ class ModelRunner:
         self._model.use_attention(self.attention)
         progress("warm_up", 0, 1)
         self._warm_up(max_model_len, len(groups))
+        give_back_memory()  # what loading took, a tenth of all that a small model needs
         progress("warm_up", 1, 1)
         self.capacity = Capacity(
             num_kv_blocks=num_blocks,

@@ -64,7 +64,10 @@ class Model(Protocol):
         """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the scores of all tokens, float32 `[n, vocab_size]`, of rows that `forward` gave, n at least 1."""
+        """Return the scores of all tokens, float32 `[n, vocab_size]`, of rows that `forward` gave, n at least 1.
+
+        They may be changed, and hold until the next call.
+        """
 
 
 class BuiltModel(NamedTuple):

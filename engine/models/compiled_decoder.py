@@ -119,6 +119,7 @@ class CompiledDecoder:
         self._attended = self._room(queries)
         self._gated = self._room(config.intermediate_size)
         self._output = self._room(config.hidden_size)
+        self._logits = torch.empty(0)
         self._inputs: dict[tuple[int, Form], torch.Tensor] = {}
         self._rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         for rope in {rope for rope in config.ropes if rope}:
@@ -177,7 +178,10 @@ class CompiledDecoder:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.logits`."""
-        logits = torch.empty(len(hidden), self.config.vocab_size)
+        size = len(hidden) * self.config.vocab_size
+        if size > len(self._logits):
+            self._logits = zeros(size, torch.float32)
+        logits = self._logits[:size].view(len(hidden), -1)
         rows = hidden.contiguous()
         prepare, product, cap = self._head[0]
         prepare.in_, product.out, cap.rows = pointer(rows), pointer(logits), pointer(logits)

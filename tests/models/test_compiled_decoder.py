@@ -74,7 +74,7 @@ class Stack:
         batch = self.pages.prepare(AttentionBatch(rows))
         token_ids = torch.tensor([token for _, tokens, _ in parts for token in tokens])
         hidden = self.model.forward(token_ids, torch.from_numpy(np.concatenate(positions)), batch)
-        return list(self.model.logits(hidden).split([len(tokens) for _, tokens, _ in parts]))
+        return list(self.model.logits(hidden).clone().split([len(tokens) for _, tokens, _ in parts]))
 
     def _block_tables(self, request: int, start: int) -> list[np.ndarray]:
         tables = []
