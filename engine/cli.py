@@ -7,6 +7,7 @@ configuration, 130 when what was asked for was interrupted, 128 + signal after a
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import sys
@@ -27,8 +28,17 @@ from engine.parser import make_parser
 from engine.program import EXIT_DEAD, EXIT_INTERRUPTED, EXIT_OK, EXIT_PIPE, EXIT_USAGE, then, with_engine
 from engine.progress import show_progress
 from engine.signals import run_until_stopped
+from transport.spawn import write_to_stderr
 
 logger = logging.getLogger("engine")
+
+_SHORTAGES: dict[object, str] = {
+    errno.EMFILE: "this process may open too few files: raise `ulimit -n`",
+    errno.ENFILE: "this machine has too many open files",
+    errno.ENOSPC: "free some space, or set TMPDIR to a folder that has some",
+    errno.EAGAIN: "this user may start too few processes or threads: raise `ulimit -u`",
+}
+"""What the system refuses for want of something, and what to do."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -48,7 +58,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
         )
         return _VERBS[options.verb](options)
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+        write_to_stderr("interrupted")
         return EXIT_INTERRUPTED
     except Exception as error:
         return _explain(root_cause(error))
@@ -57,15 +67,19 @@ def run(arguments: Sequence[str] | None = None) -> int:
 def _explain(error: BaseException) -> int:
     """Say on standard error, last of all, what ended the program; return the exit code."""
     if isinstance(error, ConfigError | ModelError | RequestError):
-        print(f"metronome: {error}", file=sys.stderr)
+        write_to_stderr(f"metronome: {error}")
         return EXIT_USAGE
     if isinstance(error, EngineDeadError):
-        print(f"metronome: the engine died: {error}", file=sys.stderr)
+        write_to_stderr(f"metronome: the engine died: {error}")
         return EXIT_DEAD
     if isinstance(error, BrokenPipeError):
         # Python flushes standard output once more at exit: let it go nowhere.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
+    shortage = _SHORTAGES.get(getattr(error, "errno", None))
+    if shortage is not None:
+        write_to_stderr(f"metronome: {error}: {shortage}")
+        return EXIT_USAGE
     raise error
 
 

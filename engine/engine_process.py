@@ -19,6 +19,7 @@ import os
 import shutil
 import signal
 import sys
+import traceback
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -27,7 +28,7 @@ import trio
 
 from engine.bad_messages import answer_bad_message, refuse_bad_message
 from engine.config import EngineConfig
-from engine.errors import Cause, EngineDeadError
+from engine.errors import Cause, EngineDeadError, root_cause
 from engine.executor.inline import InlineExecutor
 from engine.executor.runners import make_runner
 from engine.handshake import (
@@ -284,7 +285,11 @@ def main() -> None:
     # The terminal's or the service manager's signals go to all processes; the front alone decides the order.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     engine_index, request_address, output_address = sys.argv[1:]
-    status = trio.run(_run, int(engine_index), request_address, output_address)
+    try:
+        status = trio.run(_run, int(engine_index), request_address, output_address)
+    except Exception as error:  # no last word could be said: what is written here is what the front tells
+        traceback.print_exception(root_cause(error))
+        status = 1
     logging.shutdown()
     sys.stdout.flush()
     os._exit(status)  # all that was owned is closed; to take torch apart as well would hold up a stop by half a second

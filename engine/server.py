@@ -88,6 +88,8 @@ class EngineCoreServer:
                     await self._say_last_word(self._cause_of(error))
                 teardown.debug("grammar back end closed")
                 nursery.cancel_scope.cancel()
+        except Exception as error:  # the door of the task that receives: nobody can acknowledge a last word any more
+            self._send_last_word(self._cause_of(error))
         finally:
             await self._executor.aclose()
             teardown.debug("executor closed")
@@ -119,19 +121,21 @@ class EngineCoreServer:
         return cause
 
     async def _say_last_word(self, cause: Cause | None) -> None:
-        """Send what the send task had not come to, then the last word, and wait until that is acknowledged.
-
-        Where it was said before, and what broke while it was waited for was logged, only the wait is left.
-        """
-        if self._last_word is None:
-            while self._num_unsent:
-                self._send(self._outbox_receive.receive_nowait())
-            stopped = EngineStopped(self._engine_index)
-            self._last_word = stopped if cause is None else EngineDead(cause, self._engine_index)
-            self._send(self._last_word)
+        """Send the last word, and wait until that is acknowledged."""
+        self._send_last_word(cause)
         with trio.move_on_after(LAST_WORD_TIMEOUT_S):
             await self._acknowledged.wait()
             teardown.debug("last word acknowledged")
+
+    def _send_last_word(self, cause: Cause | None) -> None:
+        """Send what the send task had not come to, then the last word, unless that was said before."""
+        if self._last_word is not None:
+            return
+        while self._num_unsent:
+            self._send(self._outbox_receive.receive_nowait())
+        stopped = EngineStopped(self._engine_index)
+        self._last_word = stopped if cause is None else EngineDead(cause, self._engine_index)
+        self._send(self._last_word)
 
     # -- start ---------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """What SIGINT and SIGTERM do to a program: the first asks it to stop, the second cancels it, the third ends it.
 
-The handler itself does nothing: Trio's receiver hands the signal to a task. What signals do before and after is in
+The handler itself does nothing: Trio's receiver hands the signal to a task. Only where no task takes any, because the
+loop stands still, does the handler of the third one end the process. What signals do before and after is in
 engine/early_signals.py, so that none falls between.
 """
 
@@ -10,6 +11,7 @@ import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Awaitable, Callable
+from types import FrameType
 
 import trio
 
@@ -39,12 +41,13 @@ async def run_until_stopped(
     """
     stop = trio.Event()
     scope = trio.CancelScope()
-    exit_code = 0
+    exit_code = num_untaken = 0
 
     async def watch(signals: AsyncIterator[int]) -> None:
-        nonlocal exit_code
+        nonlocal exit_code, num_untaken
         num_signals = 0
         async for number in signals:
+            num_untaken = 0
             if takes(number):
                 continue
             num_signals += 1
@@ -61,6 +64,18 @@ async def run_until_stopped(
                 os._exit(128 + number)
 
     with trio.open_signal_receiver(*STOP_SIGNALS) as signals:
+        hand_over = signal.getsignal(signal.SIGTERM)
+        assert callable(hand_over)
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            nonlocal num_untaken
+            num_untaken += 1
+            if num_untaken == 3:
+                os._exit(128 + number)
+            hand_over(number, frame)
+
+        for number in STOP_SIGNALS:
+            signal.signal(number, handle)
         mark_begun()
         async with trio.open_nursery() as nursery:
             nursery.start_soon(watch, signals)

@@ -100,6 +100,7 @@ class StepLoop:
         core, in_flight = self._core, self._in_flight
         depth = core.capacity.max_concurrent_plans
         while True:
+            await trio.lowlevel.checkpoint_if_cancelled()  # the wait for a step is shielded, and steps may never cease
             self._watchdog.expect(True)
             self._take_inputs()
             self.utilities.settle()

@@ -57,9 +57,10 @@ def report() -> str:
 
 
 def write_report() -> None:
-    """Write `report` to standard error."""
-    sys.stderr.write(f"{report()}\n")
-    sys.stderr.flush()
+    """Write `report` to standard error, if that can be written to."""
+    with suppress(OSError, ValueError, AttributeError):  # a full disk, a reader that is gone; closed, or none at all
+        sys.stderr.write(f"{report()}\n")
+        sys.stderr.flush()
 
 
 def write_stacks() -> None:

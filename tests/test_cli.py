@@ -340,3 +340,19 @@ def test_a_closed_standard_stream_is_no_reason_to_fail(closed: str) -> None:
     command = f"exec {sys.executable} -m engine generate null hi --max-tokens 3 {closed}"
     ended = subprocess.run(["sh", "-c", command], stdout=subprocess.PIPE, timeout=60, check=False)
     assert (ended.returncode, len(ended.stdout) > 0) == (0, ">&-" not in closed.replace("2>&-", ""))
+
+
+@pytest.mark.parametrize("most_files", [8, 16, 20])
+def test_too_few_files_that_may_be_open_are_told_in_one_line(most_files: int) -> None:
+    command = f"ulimit -n {most_files}; exec {sys.executable} -m engine generate null hi"
+    ended = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 2
+    assert ended.stderr.startswith("metronome: ")
+    assert ended.stderr.count("\n") == 1
+    assert "ulimit -n" in ended.stderr or "TMPDIR" in ended.stderr
+
+
+def test_the_exit_code_is_the_same_where_standard_error_takes_nothing() -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([*MODULE, "serve", "null", "--host", "999.1.1.1"], cwd=ROOT, stderr=full, check=False)
+    assert ended.returncode == 2

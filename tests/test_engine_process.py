@@ -87,6 +87,14 @@ async def test_a_failure_in_any_phase_of_one_engine_ends_the_start_and_the_other
     [
         ("if rank == 1: raise RuntimeError('no GPU today')", EngineDeadError, "status 1: RuntimeError: no GPU.* hello"),
         (
+            "async def fail(): raise ValueError('in a group')\n"
+            "async def fail_in_a_group(receiver):\n"
+            "    async with engine_process.trio.open_nursery() as nursery: nursery.start_soon(fail)\n"
+            "if rank == 1: engine_process._configuration = fail_in_a_group\n",
+            EngineDeadError,
+            "status 1: ValueError: in a group",
+        ),
+        (
             "if rank == 1: os.kill(os.getpid(), signal.SIGKILL)",
             EngineDeadError,
             "engine-1 was killed by SIGKILL.*hello",
@@ -122,7 +130,7 @@ async def test_a_failure_in_any_phase_of_one_engine_ends_the_start_and_the_other
             "engine 0 has digest 0",
         ),
     ],
-    ids=["raises", "killed", "crashes", "exits", "refuses", "other version", "other model"],
+    ids=["raises", "raises in a group", "killed", "crashes", "exits", "refuses", "other version", "other model"],
 )
 async def test_whatever_goes_wrong_with_one_engine_before_it_is_ready_ends_the_start_with_the_cause(
     change_engines: Any,

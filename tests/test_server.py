@@ -15,18 +15,22 @@ from engine.executor.null import NullModelRunner
 from engine.outputs import FinishReason, RequestId, SchedulerOutput
 from engine.protocol import (
     AbortRequest,
+    ClientMessage,
+    EngineCoreRequest,
     EngineDead,
+    EngineMessage,
     Pause,
     PauseMode,
     ResetPrefixCache,
     Resume,
     Shutdown,
+    StepsRead,
     UtilityCall,
 )
 from engine.sampling_params import SamplingParams
 from engine.server import EngineCoreServer
 from engine.testing import expected_tokens
-from tests.server_client import GREEDY, running
+from tests.server_client import GREEDY, FailingRunner, receive_all, running
 
 
 async def test_the_start_has_one_order_and_ready_comes_last() -> None:
@@ -208,6 +212,41 @@ async def test_cancelling_the_server_ends_it_without_a_last_word() -> None:
     with trio.move_on_after(0.2) as scope:
         await EngineCoreServer(config, executor, trio.sleep_forever, lambda message: None).run()
     assert scope.cancelled_caught
+
+
+async def test_a_busy_server_that_is_cancelled_ends_after_the_step_under_way() -> None:
+    """The waits for its steps are shielded, and there is always another step."""
+    num_steps, scope = 0, trio.CancelScope()
+
+    def cancel_in_the_third(step: int, plan: SchedulerOutput) -> None:
+        nonlocal num_steps
+        num_steps = step
+        if step == 3:
+            trio.from_thread.run_sync(scope.cancel, trio_token=token)
+
+    token = trio.lowlevel.current_trio_token()
+    config = EngineConfig.of(model="null", max_model_len=100_000)
+    client, engine = trio.open_memory_channel[ClientMessage](float("inf"))
+    client.send_nowait(EngineCoreRequest(RequestId("a"), "a", [65], SamplingParams(max_tokens=50_000), 0.0))
+    client.send_nowait(StepsRead(1 << 40))
+    executor = InlineExecutor(partial(FailingRunner, config, cancel_in_the_third))
+    with scope:
+        await EngineCoreServer(config, executor, partial(receive_all, engine), lambda message: None).run()
+    assert scope.cancelled_caught
+    assert num_steps <= 4
+
+
+async def test_a_failure_to_receive_is_the_last_word_with_its_cause() -> None:
+    async def fail() -> list[ClientMessage]:
+        raise ValueError("this is no message")
+
+    said: list[EngineMessage] = []
+    config = EngineConfig(model="null")
+    executor = InlineExecutor(partial(NullModelRunner, config))
+    cause = await EngineCoreServer(config, executor, fail, said.append).run()
+    assert cause is not None
+    assert (cause.type, cause.message) == ("ValueError", "this is no message")
+    assert said[-1] == EngineDead(cause)
 
 
 async def test_a_quiet_engine_wakes_for_the_queue_timeout() -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,20 @@ async def test_a_signal_that_was_taken_is_not_counted() -> None:
 
     assert await run_until_stopped(body, takes) == 7
     assert taken == [signal.SIGINT, signal.SIGINT]
+
+
+STUCK = BODY.replace("await stop.wait()", "import time; time.sleep(60)")
+
+
+@pytest.mark.slow
+def test_the_third_signal_ends_a_process_whose_loop_stands_still() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK, "1e9"], cwd=Path(__file__).parent.parent, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        assert process.stdout.readline() == "started\n"
+        while process.poll() is None:  # equal signals of which none was handled yet are one
+            process.send_signal(signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=0.02)
+        assert process.returncode == 128 + signal.SIGTERM

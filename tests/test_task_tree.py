@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 
+import pytest
 import trio
+import trio.testing
 
 import engine
 from engine.sampling_params import SamplingParams
 from engine.task_tree import answer_signals, report, telling
+from transport.spawn import write_to_stderr
 
 
 async def test_each_owner_of_state_tells_its_lines_while_its_block_lasts() -> None:
@@ -66,3 +70,17 @@ async def test_an_application_has_its_own_handlers_back_afterwards() -> None:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
     assert taken == list(numbers)
+
+
+@pytest.mark.parametrize("has_one", [True, False])
+async def test_a_process_whose_standard_error_takes_nothing_does_not_end_by_being_asked(
+    monkeypatch: pytest.MonkeyPatch, has_one: bool
+) -> None:
+    with io.TextIOWrapper(io.FileIO("/dev/full", "w"), write_through=True) as full, trio.fail_after(5):
+        monkeypatch.setattr("sys.stderr", full if has_one else None)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(answer_signals)
+            os.kill(os.getpid(), signal.SIGUSR1)
+            await trio.testing.wait_all_tasks_blocked()
+            write_to_stderr("a line of a child's")
+            nursery.cancel_scope.cancel()

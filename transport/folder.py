@@ -60,6 +60,9 @@ def _make_locked(prefix: str) -> tuple[str, int]:
             descriptor = _lock(path)
         except (FileNotFoundError, BlockingIOError):
             continue  # another process that cleans up came between, and removes it
+        except OSError:
+            os.rmdir(path)
+            raise
         if os.path.exists(path):
             return path, descriptor
         os.close(descriptor)

@@ -137,7 +137,7 @@ def describe_exit(name: str, returncode: int, stderr_tail: Sequence[str] = ()) -
 
 def write_to_stderr(line: str) -> None:
     """Pass a child's line on to this process's stderr; a lost terminal is no reason to end."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, ValueError, AttributeError):  # it is gone or full; closed; or there is none
         sys.stderr.write(line + "\n")
 
 

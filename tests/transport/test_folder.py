@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import signal
@@ -146,3 +147,13 @@ def test_a_folder_that_a_cleaner_removes_before_it_is_locked_is_made_again(tempo
     with open_folder("ours-") as path:
         assert os.listdir(temporary) == [Path(path).name]
     assert len(made) == 2
+
+
+def test_a_folder_that_cannot_be_locked_is_not_left(temporary, monkeypatch):
+    def refuse(descriptor, operation):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(folder_module.fcntl, "flock", refuse)
+    with pytest.raises(OSError, match="No locks available"), open_folder("ours-"):
+        pass
+    assert not os.listdir(temporary)
