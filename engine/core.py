@@ -124,7 +124,9 @@ class EngineCore:
             self._scheduler.add(taken)
 
     def set_grammar(self, request_id: RequestId, grammar: Grammar | Cause) -> None:
-        """Let a request that awaits a grammar start, or end it where that could not be compiled; ended ids are ignored.
+        """Let a request that awaits a grammar start, or end one whose grammar cannot be had, or not go on.
+
+        Ended ids are ignored.
 
         Raises:
             ValueError: The request awaits none; the caller's fault.
@@ -132,11 +134,11 @@ class EngineCore:
         request = self._requests.get(request_id)
         if request is None:
             return
-        if request.status is not RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
-            raise ValueError(f"{request} awaits no grammar")
         if isinstance(grammar, Cause):
             self._finish(request, RequestStatus.FINISHED_ERROR, cause=grammar)
             return
+        if request.status is not RequestStatus.WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR:
+            raise ValueError(f"{request} awaits no grammar")
         request.grammar = grammar
         self._unblock(request)
 

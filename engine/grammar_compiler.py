@@ -26,6 +26,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,7 +36,7 @@ import trio
 import engine
 from engine.config import EngineConfig
 from engine.core import EngineCore
-from engine.errors import Cause
+from engine.errors import Cause, InvalidGrammar
 from engine.fair_queue import FairQueues
 from engine.grammar_trial_frames import HEADER_SIZE, Answer, Trial, encode_frame, frame_size
 from engine.outputs import RequestId
@@ -43,6 +44,7 @@ from engine.sampling_params import SamplingParams
 from engine.structured_output.grammar import Grammar
 from engine.structured_output.manager import StructuredOutputManager, refusal
 from engine.structured_output.params import StructuredOutputsParams, shown_form
+from engine.structured_output.timed import TimedGrammar
 from transport.process import Child, describe_exit, open_child
 
 logger = logging.getLogger(__name__)
@@ -70,6 +72,10 @@ WALL_FACTOR = 20
 """How many times its processor time a trial may take by the clock; it stands behind all else that runs."""
 MIN_WALL_S = 10.0
 """What it may take at least; the first one has its process started in that time."""
+MASK_S = 0.005
+"""Processor time that the mask of a token may take, fifty times what one of a usual form does."""
+BURST_S = 0.5
+"""How much more some masks of a request may take together."""
 _ROOT = str(Path(engine.__file__).parent.parent)
 # -P and the explicit path: the child imports this very engine, whatever folder it is started in.
 # The guard stands before the imports, in which its parent may die too.
@@ -80,7 +86,7 @@ _MAIN = (
 
 
 class CompiledFor(NamedTuple):
-    """The grammar of a request, or why there is none."""
+    """The grammar of a request, or why there is none, or none any more."""
 
     request_id: RequestId
     grammar: Grammar | Cause
@@ -99,7 +105,10 @@ class GrammarCompiler:
     """Finds the grammars that requests of one core wait for; `run` is its task."""
 
     def __init__(self, config: EngineConfig, core: EngineCore, deliver: Callable[[CompiledFor], None]) -> None:
-        """Call `deliver`, which must not raise, with each grammar; `core` is only asked who still waits."""
+        """Call `deliver`, which must not raise, with each grammar, and for each that turns out to take too much time.
+
+        `core` is only asked who still waits.
+        """
         self._core = core
         self._deliver = deliver
         self._answer_s = config.grammar_answer_time
@@ -173,7 +182,16 @@ class GrammarCompiler:
     async def _compile(self, wanted: _Wanted) -> None:
         compile_it = self._manager.compile
         grammar = await trio.to_thread.run_sync(compile_it, wanted.params, wanted.lark, limiter=self._limiter)
+        if not isinstance(grammar, Cause):
+            budget = _Budget(partial(self._end_costly, wanted))
+            grammar = TimedGrammar(grammar, budget.tell_mask, budget.tell_accepted)
         self._deliver(CompiledFor(wanted.request_id, grammar))
+
+    def _end_costly(self, wanted: _Wanted) -> None:
+        asked = wanted.params.structured_outputs
+        assert asked is not None
+        told = f"{shown_form(asked)} takes more than {1e3 * MASK_S:g} ms of processor time a token: make it simpler"
+        self._deliver(CompiledFor(wanted.request_id, refusal(str(InvalidGrammar(told)))))
 
     async def _refuse_late(self) -> None:
         """Tell each whose time is over that there was none for its trial; those that arrive later end later."""
@@ -217,6 +235,26 @@ def time_for(asked: StructuredOutputsParams, most_s: float) -> float:
     text = getattr(asked, asked.kind)
     num_chars = sum(map(len, text)) if isinstance(text, str | tuple) else 0
     return most_s * min(1.0, SHORT_PART + (1 - SHORT_PART) * num_chars / LONG_CHARS)
+
+
+class _Budget:
+    """Whether the masks of one request have taken more processor time than they may; no trial walks for so long."""
+
+    def __init__(self, tell_exceeded: Callable[[], None]) -> None:
+        """Call `tell_exceeded` once, should it be."""
+        self._tell_exceeded = tell_exceeded
+        self._left_s = BURST_S
+
+    def tell_mask(self, took_s: float) -> None:
+        """Take away what one more mask took, and give what it may take."""
+        self._left_s = min(BURST_S, self._left_s + MASK_S)
+        self.tell_accepted(took_s)
+
+    def tell_accepted(self, took_s: float, num_tokens: int = 0) -> None:
+        """Take away what it took to accept tokens."""
+        was_left, self._left_s = self._left_s >= 0, self._left_s - took_s
+        if was_left and self._left_s < 0:
+            self._tell_exceeded()
 
 
 class _TrialLane:

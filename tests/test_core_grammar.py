@@ -185,6 +185,22 @@ def test_a_grammar_nobody_awaits_is_the_callers_fault() -> None:
     assert driver.run()["a"].token_ids == driver.expected("a", 16)
 
 
+def test_a_grammar_that_may_not_go_on_ends_its_running_request_alone() -> None:
+    driver = make_driver()
+    add(driver, "a", prompt(5))
+    driver.add("plain", prompt(6))
+    set_grammar(driver, "a", Tokens())
+    for _ in range(4):
+        driver.step()
+    cause = Cause("InvalidGrammar", "takes too much time")
+    set_grammar(driver, "a", cause)
+    driver.core.check_invariants()
+    completions = driver.run()
+    assert completions["a"].outputs[-1].error == cause
+    assert completions["plain"].token_ids == driver.expected("plain", 16)
+    assert not driver.core.has_work
+
+
 def test_a_grammar_that_comes_while_paused_lets_its_request_start_after_the_resume() -> None:
     driver = make_driver()
     add(driver, "a", prompt(5))

@@ -14,10 +14,13 @@ import trio.testing
 from engine.config import EngineConfig
 from engine.errors import Cause
 from engine.grammar_compiler import (
+    BURST_S,
+    MASK_S,
     MAX_START_S,
     STARTED_PART,
     CompiledFor,
     GrammarCompiler,
+    _Budget,
     _TrialLane,
     _Wanted,
     time_for,
@@ -241,3 +244,29 @@ async def test_what_was_asked_for_last_stays_known(
             timed.ask(name, USUAL_S)
             await trio.sleep(60)
         assert timed.tried == ["a", "b", "c", "b"]
+
+
+def test_masks_that_take_no_more_than_they_may_have_their_time_for_ever() -> None:
+    told: list[str] = []
+    budget = _Budget(lambda: told.append("too much"))
+    for _ in range(100_000):
+        budget.tell_mask(0.9 * MASK_S)
+        budget.tell_accepted(0.09 * MASK_S, 1)
+    for _ in range(3):
+        budget.tell_mask(BURST_S / 4)
+    assert not told
+
+
+def test_masks_that_take_more_are_told_of_once_and_cheap_ones_before_them_buy_nothing() -> None:
+    told: list[str] = []
+    budget = _Budget(lambda: told.append("too much"))
+    for _ in range(100_000):
+        budget.tell_mask(0)
+    num_steps = 0
+    while not told:
+        budget.tell_mask(0.1)
+        num_steps += 1
+    assert num_steps == 6
+    budget.tell_mask(0.1)
+    budget.tell_accepted(0.1, 1)
+    assert told == ["too much"]

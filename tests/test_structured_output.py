@@ -19,6 +19,7 @@ from engine.client.async_llm import AsyncLLM
 from engine.errors import InvalidGrammar
 from engine.executor.null import continuation
 from engine.grammar_compiler import _MAIN, _Trial
+from engine.grammar_trial import NUM_STEPS
 from engine.outputs import FinishReason
 from engine.sampling_params import SamplingParams
 from engine.structured_output.llguidance_backend import LLGuidanceGrammar
@@ -93,7 +94,7 @@ async def test_each_kind_gets_its_tokens_served_and_in_this_thread_whoever_is_be
 
 
 @pytest.mark.slow
-async def test_a_hostile_form_is_refused_soon_and_costs_nobody_else_anything(llm: AsyncLLM) -> None:
+async def test_a_hostile_form_is_refused_with_the_reason_and_the_next_one_is_served(llm: AsyncLLM) -> None:
     chain = "start: r0\n" + "\n".join(f'r{i}: "a" r{i + 1} | r{i + 1}' for i in range(2000)) + '\nr2000: "z"'
     hostile = {
         "takes more than 0.05 seconds of processor time to compile, which --grammar": MULTIPLE_OF_A_PRIME,
@@ -110,6 +111,23 @@ async def test_a_hostile_form_is_refused_soon_and_costs_nobody_else_anything(llm
             assert says in output.error.message
     assert (await collect(llm, params_of({"choice": ["fine"]}))).outputs[0].text == "fine"
     assert llm.is_healthy
+
+
+async def test_a_form_whose_masks_take_too_long_behind_what_a_trial_walks_through_ends_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("engine.grammar_compiler.BURST_S", 0.02)
+    monkeypatch.setattr("engine.grammar_compiler.MASK_S", 0.0005)
+    prefix = "x" * (NUM_STEPS + 10)
+    costly = params_of({"grammar": f'start: "{prefix}" e\ne: e e | /a/'}, max_tokens=3000)
+    async with engine.open_engine("null", isolation="thread", grammar_answer_time=60, max_model_len=4096) as llm:
+        (output,) = (await collect(llm, costly)).outputs
+        assert output.text.startswith(prefix)
+        assert output.finish_reason is FinishReason.ERROR
+        assert output.error is not None
+        assert output.error.type == "InvalidGrammar"
+        assert "ms of processor time a token: make it simpler" in output.error.message
+        assert (await collect(llm, params_of({"choice": ["fine"]}))).outputs[0].text == "fine"
 
 
 async def test_an_abort_while_a_grammar_is_tried_ends_the_request_and_the_next_one_is_served() -> None:

@@ -16,6 +16,7 @@ from web.answer_form import AnswerForm, Reader
 from web.body import read_json_body
 from web.chat_reader import ChatReader
 from web.chat_schemas import ChatCompletionRequest, decode_chat_completion
+from web.errors import telling_of
 from web.generation import answer
 from web.logprobs import of_chat
 from web.state import ServerState
@@ -39,14 +40,13 @@ async def chat_completions(state: ServerState) -> Response:
     request = decode_chat_completion(await read_json_body(state))
     state.check_accepting(request.model)
     reading = Reading(state, request)
-    params = reading.shown(request.sampling_params(**state.engine.tokenizer.sampling_defaults, max_tokens=None))
     try:
-        return await answer(state, FORM, request, [request.prompt], params, reading.make_reader)
+        with telling_of(request.form_field):
+            params = reading.shown(request.sampling_params(**state.engine.tokenizer.sampling_defaults, max_tokens=None))
+            return await answer(state, FORM, request, [request.prompt], params, reading.make_reader)
     except RequestError as error:
         if error.param == "prompt":  # the engine's name for what this route calls messages
             error.param = "messages"
-        elif error.param == "structured_outputs" and request.may_call:  # the form is that of calls
-            error.param = "tools"
         raise
 
 

@@ -109,6 +109,11 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
         return bool(self.tools) and self.tool_choice != "none"
 
     @property
+    def form_field(self) -> str:
+        """The field that asks for a form of the text, if one does: calls have one too."""
+        return "tools" if self.may_call else super().form_field
+
+    @property
     def template_variables(self) -> dict[str, Any]:
         """What the template is to read beside the messages."""
         given = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}

@@ -6,6 +6,7 @@ from quart import Response
 
 from web.answer_form import AnswerForm
 from web.body import read_json_body
+from web.errors import telling_of
 from web.generation import answer
 from web.logprobs import of_completion
 from web.schemas import decode_completion
@@ -28,5 +29,6 @@ async def completions(state: ServerState) -> Response:
     """Answer the current request; without a limit of its own a completion has 16 tokens, as OpenAI's had."""
     request = decode_completion(await read_json_body(state))
     state.check_accepting(request.model)
-    params = request.sampling_params(**state.engine.tokenizer.sampling_defaults)
-    return await answer(state, FORM, request, request.prompts, params)
+    with telling_of(request.form_field):
+        params = request.sampling_params(**state.engine.tokenizer.sampling_defaults)
+        return await answer(state, FORM, request, request.prompts, params)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 from quart import Response, request
@@ -27,6 +30,9 @@ _STATUS_OF_CAUSE = {
     "GrammarFailed": 400,
 }
 """Of requests that the engine failed for what they asked, or for want of time."""
+
+_FORM = re.compile(r"^structured_outputs: (?:(?:grammar|structural_tag|json|json_object): )?")
+"""How a message begins that tells what is wrong with a form of text."""
 
 MAX_SHOWN_CHARS = 200
 """Of a path that is told back."""
@@ -53,15 +59,34 @@ class GenerationFailed(RequestError):
 
     status_hint = 500
 
-    def __init__(self, cause: Cause | None) -> None:
-        """Say what ended the request, without its traceback; one that only waited too long may be tried again."""
+    def __init__(self, cause: Cause | None, form_field: str = "structured_outputs") -> None:
+        """Say what ended the request, without its traceback; one that only waited too long may be tried again.
+
+        `form_field` is the field of the request that asked for a form of the text.
+        """
         if cause is not None and cause.type == InvalidGrammar.__name__:
-            super().__init__(cause.message, param="structured_outputs")
+            super().__init__(of_field(form_field, cause.message), param=form_field)
             self.status_hint = InvalidGrammar.status_hint
             return
         super().__init__(f"the request failed in the engine: {cause or 'unknown cause'}")
         if cause is not None:
             self.status_hint = _STATUS_OF_CAUSE.get(cause.type, 500)
+
+
+@contextmanager
+def telling_of(form_field: str) -> Iterator[None]:
+    """Have what is wrong with a form of text told of the field in which a client asked for it."""
+    try:
+        yield
+    except RequestError as error:
+        if error.param == "structured_outputs":
+            error.param, error.args = form_field, (of_field(form_field, str(error)),)
+        raise
+
+
+def of_field(form_field: str, message: str) -> str:
+    """Return what is wrong with a form of text, told of the field in which a client asked for it."""
+    return message if form_field == "structured_outputs" else _FORM.sub(f"{form_field}: ", message)
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> bytes:

@@ -54,7 +54,7 @@ async def answer(
         EngineDeadError: There is no engine any more.
     """
     scope = RequestScope.current()
-    generation = Generation(state, form, params, make_reader)
+    generation = Generation(state, form, params, make_reader, request.form_field)
     await generation.open(
         scope,
         prompts,
@@ -74,8 +74,11 @@ class Generation:
     Choice `i` of prompt `p` has the index `p * n + i`.
     """
 
-    def __init__(self, state: ServerState, form: AnswerForm, params: SamplingParams, make_reader: MakeReader) -> None:
+    def __init__(
+        self, state: ServerState, form: AnswerForm, params: SamplingParams, make_reader: MakeReader, form_field: str
+    ) -> None:
         """Prepare an answer in `form`; `open` starts it."""
+        self._form_field = form_field
         self._make_reader = make_reader
         self._readers: dict[int, Reader] = {}
         self._state = state
@@ -197,7 +200,7 @@ class Generation:
 
     def _taken(self, prompt: int, output: CompletionOutput) -> Delta:
         if output.finish_reason == "error":
-            raise GenerationFailed(output.error)
+            raise GenerationFailed(output.error, self._form_field)
         if self._state.aborting and output.finish_reason == "abort" and not (output.token_ids or self._has_begun):
             raise ServerStopping  # it never ran: another server may answer it
         self._has_begun = True

@@ -127,6 +127,11 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     user: str | None = None
 
     @property
+    def form_field(self) -> str:
+        """The field that asks for a form of the text, if one does."""
+        return "structured_outputs" if self.response_format is None else "response_format"
+
+    @property
     def include_usage(self) -> bool:
         """Whether a stream ends with a chunk of usage."""
         return bool(self.stream_options and self.stream_options.include_usage)

@@ -19,10 +19,11 @@ from engine.client.inproc import InprocClient
 from engine.config import EngineConfig
 from engine.errors import Cause
 from engine.llm_engine import LLMEngine
-from engine.outputs import GrammarMasks, RequestId
+from engine.outputs import RequestId
 from engine.sampling_params import SamplingParams
 from engine.structured_output.grammar import Grammar
 from engine.structured_output.params import structured_outputs_params
+from engine.structured_output.timed import TimedGrammar
 
 
 def structured(config: EngineConfig, workload: Workload, name: str) -> Report:
@@ -89,6 +90,14 @@ class Measured:
                     return
                 bar.update(sum(output.finished for output in engine.step()))
 
+    def _tell_mask(self, took_s: float) -> None:
+        self.mask_s += took_s
+        self.num_masks += 1
+
+    def _tell_accepted(self, took_s: float, num_tokens: int) -> None:
+        self.accept_s += took_s
+        self.num_accepts += num_tokens
+
     @contextmanager
     def _measured(self, engine: LLMEngine) -> Iterator[None]:
         """Time what is done in `engine`, which is in this thread, for the block."""
@@ -103,7 +112,9 @@ class Measured:
             return output
 
         def set_timed(request_id: RequestId, grammar: Grammar | Cause) -> None:
-            set_grammar(request_id, grammar if isinstance(grammar, Cause) else _TimedGrammar(grammar, self))
+            if not isinstance(grammar, Cause):
+                grammar = TimedGrammar(grammar, self._tell_mask, self._tell_accepted)
+            set_grammar(request_id, grammar)
 
         client.peek_output = timed_step  # type: ignore[method-assign]
         client.core.set_grammar = set_timed  # type: ignore[method-assign]
@@ -111,32 +122,3 @@ class Measured:
             yield
         finally:
             del client.peek_output, client.core.set_grammar
-
-
-class _TimedGrammar:
-    """A grammar whose processor time is counted; see `Grammar`."""
-
-    def __init__(self, grammar: Grammar, run: Measured) -> None:
-        self._grammar = grammar
-        self._run = run
-
-    @property
-    def is_finished(self) -> bool:
-        return self._grammar.is_finished
-
-    @property
-    def failure(self) -> str | None:
-        return self._grammar.failure
-
-    def accept_tokens(self, token_ids: Sequence[int]) -> bool:
-        began_s = time.thread_time()
-        is_accepted = self._grammar.accept_tokens(token_ids)
-        self._run.accept_s += time.thread_time() - began_s
-        self._run.num_accepts += len(token_ids)
-        return is_accepted
-
-    def fill_bitmask(self, bitmask: GrammarMasks) -> None:
-        began_s = time.thread_time()
-        self._grammar.fill_bitmask(bitmask)
-        self._run.mask_s += time.thread_time() - began_s
-        self._run.num_masks += 1

@@ -17,18 +17,26 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from engine.errors import InvalidGrammar
 from engine.structured_output.formats import make_exact
-from engine.structured_output.params import WHITESPACE, StructuredOutputsParams
+from engine.structured_output.params import BEGINS_CALL, WHITESPACE, StructuredOutputsParams
 
 MAX_SHOWN_CHARS = 80
 """Of the text by which a structure is told."""
 MAX_INTEGER = 2**53
 """Up to it the compiler, which computes in binary64, tells integers apart; below zero likewise."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_ESCAPES = 'nrbtf\\"'
+_NEEDS_ESCAPES = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]")
+"""Finds a control character that has no escape of its own, in JSON."""
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """Masks then allow every spelling in tokens, not one that is computed: what is allowed is what is accepted."""
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 """How a rule of GBNF begins, and none of Lark's."""
-_INLINE_SCHEMA = re.compile(r"%json\s*(?={)")
+_IN_LARK = re.compile(
+    r"""(?://|\#)[^\n]* | "(?:[^"\\\n]|\\.)*" | /(?:[^/\\\n]|\\.)+/
+    | (?P<schema>%json\s*(?={)) | (?P<special><[^<>\s]+>)""",
+    re.VERBOSE,
+)
+"""Finds schemas and special tokens in a grammar, past those in comments, texts and expressions."""
 SCHEMA_OF = re.compile(r".*// (schema of .+)$")
 """Says at a line's end whose schema it holds, which is told of what is wrong with it."""
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -61,7 +69,8 @@ def _of_schema(params: StructuredOutputsParams) -> str:
         for part in _schemas_in(schema):
             if (part.get("type") == "object" or "properties" in part) and "patternProperties" not in part:
                 part.setdefault("additionalProperties", False)
-    return f"start: {_json_rule(schema, params)}"
+    with _told_of("json"):
+        return f"start: {_json_rule(schema, params)}"
 
 
 def _of_any_object(params: StructuredOutputsParams) -> str:
@@ -80,30 +89,39 @@ def _of_choice(params: StructuredOutputsParams) -> str:
 
 def _of_grammar(params: StructuredOutputsParams) -> str:
     grammar = params.grammar or ""
-    for found in reversed(list(_INLINE_SCHEMA.finditer(grammar))):
-        grammar = _with_inline_checked(grammar, found.end())
     if _GBNF.search(grammar) is None:
-        return grammar
+        return "".join(_checked_parts(grammar))
     try:
         return str(gbnf_to_lark(grammar))
     except Exception as error:  # the library raises nothing more precise
         raise InvalidGrammar(f"the grammar cannot be read as GBNF: {error!s:.200}") from None
 
 
-def _with_inline_checked(grammar: str, start: int) -> str:
-    """Return `grammar` with the schema that stands there ready to compile; what is no JSON is the compiler's to refuse.
+def _checked_parts(grammar: str) -> Iterator[str]:
+    """Yield `grammar` in parts, each schema in it ready to compile; what is no JSON is the compiler's to refuse.
 
-    It is written in one line but for its first bracket, so that what follows keeps its line.
+    A schema is written in one line but for its first bracket, so that what follows keeps its line.
     """
-    try:
-        schema, end = json.JSONDecoder().raw_decode(grammar, start)
-    except (ValueError, RecursionError):
-        return grammar
-    whose = SCHEMA_OF.search(grammar[end:].partition("\n")[0])
-    with _told_of(whose[1] if whose else ""):
-        _prepare(schema)
-    lines = "\n" * grammar.count("\n", start, end)
-    return f"{grammar[:start]}{{{lines}{json.dumps(schema)[1:]}{grammar[end:]}"
+    done = at = 0
+    while (found := _IN_LARK.search(grammar, at)) is not None:
+        at = found.end()
+        if found["special"]:
+            message = f"{found['special']:.80} stands for special tokens, which no form may hold"
+            raise InvalidGrammar(f"grammar: {message}: leave it out, or put its text in quotes")
+        if not found["schema"]:
+            continue
+        start = at
+        try:
+            schema, at = json.JSONDecoder().raw_decode(grammar, start)
+        except (ValueError, RecursionError):
+            continue
+        whose = SCHEMA_OF.search(grammar[at:].partition("\n")[0])
+        with _told_of(whose[1] if whose else "json"):
+            own = _prepare(schema)
+        lines = "\n" * grammar.count("\n", start, at)
+        yield f"{grammar[done:start]}{{{lines}{json.dumps(schema | {'x-guidance': own})[1:]}"
+        done = at
+    yield grammar[done:]
 
 
 def _of_structural_tag(params: StructuredOutputsParams) -> str:
@@ -116,6 +134,8 @@ def _of_structural_tag(params: StructuredOutputsParams) -> str:
         number = next(i for i, trigger in enumerate(triggers) if structure["begin"].startswith(trigger))
         begin = structure["begin"].removeprefix(triggers[number])
         whose = f"schema of structures[{index}], which begins with {json.dumps(structure['begin'])[:MAX_SHOWN_CHARS]}"
+        if call := BEGINS_CALL.search(structure["begin"]):
+            whose = f"schema of {call[1]}"
         with _told_of(whose):
             parts = [_literal(begin), _json_rule(structure["schema"], params), _literal(structure["end"])]
         lines.append(f"tag_{index}: trigger_{number} {' '.join(filter(None, parts))} // {whose}")
@@ -146,7 +166,11 @@ def _json_rule(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
 
 
 def _prepare(schema: dict[str, Any]) -> dict[str, Any]:
-    """Check `schema` and have it say exactly what the compiler takes roughly, in place; return the options it sets."""
+    """Check `schema` and have it say exactly what the compiler takes roughly, in place; return the options it needs.
+
+    The name of a property that is spelled with escapes would be one that the schema does not speak of. Only where a
+    text cannot be spelled without them are they allowed.
+    """
     own = schema.get("x-guidance", {})
     if not isinstance(own, dict):
         raise InvalidGrammar(f"x-guidance must be an object, got {own!r:.80}")
@@ -154,6 +178,9 @@ def _prepare(schema: dict[str, Any]) -> dict[str, Any]:
         raise InvalidGrammar(
             "x-guidance: lenient would ignore what cannot be enforced: leave those keywords out instead"
         )
+    if "u" in str(own.get("json_allowed_escapes", "")) or own.get("json_allow_general_unicode_escapes"):
+        message = "x-guidance: escapes with u would spell a property's name in a way that no schema sees"
+        raise InvalidGrammar(f"{message}: leave json_allowed_escapes and json_allow_general_unicode_escapes out")
     for part in list(_schemas_in(schema)):
         if part is not schema and "x-guidance" in part:
             raise InvalidGrammar(
@@ -162,7 +189,7 @@ def _prepare(schema: dict[str, Any]) -> dict[str, Any]:
         _check_counts(part)
         _check_numbers(part)
         make_exact(part)
-    return own
+    return own if _NEEDS_ESCAPES.search(json.dumps(schema)) else {"json_allowed_escapes": _ESCAPES} | own
 
 
 def _check_numbers(schema: dict[str, Any]) -> None:
@@ -173,7 +200,7 @@ def _check_numbers(schema: dict[str, Any]) -> None:
         for number in _numbers_in(schema.get(keyword)):
             is_meant = isinstance(number, int) or (is_integer and keyword in _BOUNDS)
             if is_meant and abs(number) > MAX_INTEGER:
-                message = f"json: {keyword} holds {number}, and integers beyond {MAX_INTEGER} are not exact"
+                message = f"{keyword} holds {number}, and integers beyond {MAX_INTEGER} are not exact"
                 raise InvalidGrammar(f"{message}: leave it out, or make it a string")
 
 
@@ -189,7 +216,7 @@ def _check_counts(schema: dict[str, Any]) -> None:
     """Refuse a count of properties that a grammar cannot see to: the same key could come twice and count once."""
     least, required = schema.get("minProperties", 0), schema.get("required", [])
     if isinstance(least, int) and isinstance(required, list) and least > max(1, len(required)):
-        raise InvalidGrammar(f"json: minProperties {least} needs as many required properties, got {len(required)}")
+        raise InvalidGrammar(f"minProperties {least} needs as many required properties, got {len(required)}")
 
 
 def _schemas_in(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -27,8 +27,10 @@ WHITESPACE = r"[ \t\n\r]{1,64}"
 """Between the parts of a JSON document, unless asked otherwise: enough for deep indentation, and no endless loop."""
 _BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]')
 """Finds brackets in JSON, past those in texts, which end where the whole does if they are not ended."""
-_FUNCTION = re.compile(r'// schema of (.+)$|{"name": "([^"]+)", "arguments": $', re.MULTILINE)
-"""Tells the function of a call, in a line of a grammar or where a structure begins."""
+BEGINS_CALL = re.compile(r'{"name": "([^"]+)", "arguments": $')
+"""Tells the function of a call with which a structure begins."""
+_FUNCTION = re.compile(rf"// schema of (.+)$|{BEGINS_CALL.pattern}", re.MULTILINE)
+"""Tells it in a line of a grammar too."""
 _SWITCHES = ("disable_any_whitespace", "disable_additional_properties")
 
 

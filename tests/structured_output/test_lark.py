@@ -108,7 +108,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"grammar": "start: a\na: b\nb: a"}, "grammar allows no text"),
     ({"grammar": "root ::= " + "(" * 3000}, "cannot be read as GBNF"),
     ({"grammar": "start: " + "(" * 3000}, "too deeply nested"),
-    ({"grammar": "start: <|im_start|>"}, "grammar: "),
+    ({"grammar": "start: <|im_start|>"}, "<|im_start|> stands for special tokens, which no form may hold"),
+    ({"grammar": 'start: "a" <[5000]>'}, "put its text in quotes"),
+    ({"json": {"properties": {}, "x-guidance": {"json_allowed_escapes": "nu"}}}, "leave json_allowed_escapes"),
+    ({"json": {"x-guidance": {"json_allow_general_unicode_escapes": True}}}, "escapes with u"),
     ({"structural_tag": {"structures": [{"begin": "<", "schema": {"type": 1}, "end": ""}], "triggers": ["<"]}}, "type"),
     (
         {
@@ -183,3 +186,20 @@ def test_options_of_the_compiler_in_a_schema_are_obeyed() -> None:
 
 def test_the_first_mask_of_a_choice_holds_the_first_bytes() -> None:
     assert bytes(allowed(start({"choice": ["yes", "no"]}))) == b"ny"
+
+
+@pytest.mark.parametrize(
+    ("grammar", "text"),
+    [
+        (r'start: "%json { }"', "%json { }"),
+        (r'start: "a \" %json { }"', 'a " %json { }'),
+        (r'start: /%json \{"a":1\}\//', '%json {"a":1}/'),
+        ('start: %json {"const": "%json { }"}', '"%json { }"'),
+        ('start: "a" // %json { } "\n | "b"', "b"),
+        ('start: "<a>" /<b>/ %json {"const": "<c>"}', '<a><b>"<c>"'),
+    ],
+)
+def test_what_only_looks_like_a_schema_or_a_special_token_is_as_it_was_written(grammar: str, text: str) -> None:
+    matched = start({"grammar": grammar})
+    assert matched.accept_tokens(list(text.encode()))
+    assert matched.is_finished

@@ -38,7 +38,7 @@ REFUSED = [
     ({"n": True}, "n", "got `bool`"),
     ({"seed": 2**70}, "seed", "got 1180591620717411303424"),
     ({"max_tokens": 0}, "max_tokens", "at least 1, got 0"),
-    ({"max_tokens": 3, "min_tokens": 4}, "min_tokens", "from 0 to 3, got 4"),
+    ({"max_tokens": 3, "min_tokens": 4}, "min_tokens", "at most max_tokens, which is 3, got 4"),
     ({"max_tokens": 3, "max_completion_tokens": 4}, "max_completion_tokens", "contradicts max_tokens 3"),
     ({"stop": ["a", ""]}, "stop", "empty string"),
     ({"stop": "x" * 1025}, "stop", "at most 1024 characters, got 1025"),

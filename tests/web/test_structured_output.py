@@ -46,6 +46,16 @@ async def test_a_form_that_is_wrong_is_400_also_where_only_the_compiler_finds_ou
     assert (await served.post(served.chat())).status == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+async def test_what_is_wrong_with_a_response_format_is_told_of_it(served, path):
+    for schema, says in ({"type": "foo"}, "Invalid type: foo"), (MULTIPLE_OF_A_PRIME["json"], "json '{"):
+        wanted = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+        body = served.chat(response_format=wanted) if "chat" in path else {"prompt": "x", "response_format": wanted}
+        answer = await served.post(body, path)
+        assert (answer.status, answer.error["param"]) == (400, "response_format")
+        assert answer.error["message"].startswith(f"response_format: {says}")
+
+
 async def test_completions_take_a_form_too(served):
     body = {"prompt": "x", "max_tokens": 9, "structured_outputs": {"choice": ["yes", "no"]}, "n": 3, "seed": 1}
     answer = await served.post(body, "/v1/completions")

@@ -15,7 +15,8 @@ START = "["
 MAX_CALL_CHARS = 65_536
 """A longer call is content: it is read as a whole."""
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
-_NAME = re.compile(r"[A-Za-z_][\w.-]*")
+_NAME = re.compile(r"[A-Za-z_][\w.-]{0,255}")
+"""It is read anew with each character, so that it must have an end."""
 
 
 class PythonicParser:

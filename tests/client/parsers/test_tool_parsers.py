@@ -178,6 +178,12 @@ def test_a_text_is_read_as_its_family_writes_it_in_whichever_parts_it_comes(
         assert read(PARSERS[name](), [text[:cut], text[cut:]]) == whole
 
 
+def test_a_name_without_end_is_content_before_it_is_long() -> None:
+    """What is read anew with each character must not grow."""
+    pieces = PARSERS["pythonic"]().feed("[" + "a" * 300)
+    assert pieces[0] == Content("[" + "a" * 257)
+
+
 BITS = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>", "</think>", "{", "}", "["]
 BITS += [
     "]",
