@@ -222,10 +222,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             check_int("max_tokens", self.max_tokens, 1, None)
         check_int("min_tokens", self.min_tokens, 0, None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
-            raise InvalidRequest(
-                f"min_tokens must be at most max_tokens, which is {shown(self.max_tokens)}, got {shown(self.min_tokens)}",
-                param="min_tokens",
-            )
+            limit = f"at most max_tokens, which is {shown(self.max_tokens)}"
+            raise InvalidRequest(f"min_tokens must be {limit}, got {shown(self.min_tokens)}", param="min_tokens")
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidRequest(f"{name} must be true or false, got {shown(getattr(self, name))}", param=name)

@@ -166,6 +166,7 @@ class ModelRunner:
         if SleepTag.WEIGHTS in tags and self._model is None:
             torch.set_num_threads(self._num_threads)  # as in `start`: once loaded, a model may need fewer of torch's
             self._model = build_model(self._folder, self._config, _ignore_progress).model
+            give_back_memory()
         if SleepTag.KV_CACHE in tags and not self.attention.size_bytes:
             self.attention = self._make_attention()
         if self._model is not None and self.attention.size_bytes:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from engine.attention.compiled import CompiledPages
+from engine.errors import ConfigError
 from engine.kernels.memory import Arena, pointer, zeros
 from engine.kernels.operations import (
     ACTIVATIONS,
@@ -323,7 +324,13 @@ class CompiledDecoder:
         return self._inputs[size, form]
 
     def _room(self, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        return self._keep(zeros(self._max_rows * size, dtype, is_huge=False))
+        try:
+            return self._keep(zeros(self._max_rows * size, dtype, is_huge=False))
+        except OSError as error:
+            raise ConfigError(
+                f"there is no memory for {self._max_rows} rows of a step of {size * dtype.itemsize} bytes each "
+                f"({error.strerror}): lower --max-num-batched-tokens"
+            ) from None
 
     def _keep(self, memory: T) -> T:
         self._memory.append(memory)

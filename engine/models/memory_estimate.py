@@ -31,6 +31,8 @@ from engine.models.checkpoint import (
 )
 
 _MIB = 2**20
+_ROTARY_ITEM_BYTES = 4
+"""As the operations in C keep the table of rotations; torch's may take half."""
 _MAX_MODEL_LEN = 2**24
 """The most that --max-model-len takes."""
 _LAYER = re.compile(r"(^|\.)layers\.(\d+)\.")
@@ -134,7 +136,7 @@ def estimate_memory(folder: Path, config: EngineConfig, available_bytes: int, ow
         return _kv_bytes(spec, num_tokens, config) if spec is not None and num_tokens else 0
 
     def rotary_bytes(num_tokens: int) -> int:
-        return num_tokens * sum(own.rotary_dims) * (item_size_bytes or 2) if own is not None else 0
+        return num_tokens * sum(own.rotary_dims) * _ROTARY_ITEM_BYTES if own is not None else 0
 
     left = available_bytes - weights_bytes - logits_bytes
     lengths = range(min(max_model_len, _MAX_MODEL_LEN) + 1)

@@ -33,6 +33,8 @@ class LogitsProcessor(Protocol):
     def __call__(self, logits: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
         """Change `logits`, float32 `[n, vocab_size]`; row i is that of `rows[i]`, which has all its tokens.
 
+        They hold until this returns: copy what is to be kept.
+
         A token that is forbidden stays so, whatever its logit becomes: forms, allowed tokens and `min_tokens` hold. An
         exception fails the step: its requests end with the cause, and the second in a row ends the engine.
         """

@@ -58,7 +58,7 @@ def test_the_numbers_are_those_of_the_files(tmp_path: Path) -> None:
     assert found.kv_bytes == 4096 * TOKEN_SIZE_BYTES
     assert found.logits_bytes == LOGITS_SIZE_BYTES
     assert (found.max_model_len, found.longest) == (4096, 4096)
-    assert found.rotary_bytes == 4096 * 8 * 2
+    assert found.rotary_bytes == 4096 * 8 * 4
     later = found.kv_bytes + found.rotary_bytes + found.logits_bytes
     assert found.peak_bytes == found.weights_bytes + later
 
@@ -69,7 +69,7 @@ def test_a_model_of_transformers_keeps_no_table_of_positions_and_a_tied_head_is_
     save_file(tied, folder / "model.safetensors")
     ours, theirs = estimate(folder), estimate(folder, THROUGH_TRANSFORMERS)
     assert (theirs.weights_bytes, theirs.rotary_bytes) == (2 * 64000, 0)
-    assert (ours.weights_bytes, ours.rotary_bytes) == (2 * 64000, 4096 * 8 * 2)
+    assert (ours.weights_bytes, ours.rotary_bytes) == (2 * 64000, 4096 * 8 * 4)
     write(tmp_path, {"tie_word_embeddings": True, "partial_rotary_factor": 0.5})
     save_file(tied, folder / "model.safetensors")
     assert estimate(folder) == theirs, "our own decoder does not take it"
@@ -119,11 +119,11 @@ def test_a_context_that_cannot_fit_is_refused_with_the_numbers_and_the_longest_t
         "weights 0.1 MiB",
         "of 4096 tokens 1.0 MiB",
         "0.4 MiB are available",
-        "--max-model-len to at most 992",
+        "--max-model-len to at most 944",
     ):
         assert words in str(refusal.value)
-    lower = EngineConfig(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=992)
-    assert refuse_what_cannot_fit(folder, lower, available).longest == 992
+    lower = EngineConfig(max_num_seqs=8, max_num_batched_tokens=16, max_model_len=944)
+    assert refuse_what_cannot_fit(folder, lower, available).longest == 944
 
 
 @pytest.mark.parametrize(
@@ -147,7 +147,7 @@ def test_a_context_of_windows_alone_is_bounded_by_its_rotary_table_and_by_what_c
     folder = write(tmp_path, changes)
     with pytest.raises(ConfigError, match=f"lower --max-model-len to at most {2**24}, or"):
         refuse_what_cannot_fit(folder, CONFIG, 2**30)
-    assert estimate(folder).rotary_bytes == 10**9 * 16
+    assert estimate(folder).rotary_bytes == 10**9 * 32
 
 
 @pytest.mark.parametrize(

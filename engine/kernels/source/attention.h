@@ -765,9 +765,9 @@ static int attend(const attend_operation *op, const step *s, const team *team, t
                 take_unit(op, s, row, end, rows_a_band, kv_head, first, end_head, u);
                 for (int64_t split = u->first / SPLIT; split * SPLIT < u->last; split++) {
                     if (task++ != mine) continue;
-                    mine = take_task(t, INT_MAX);
-                    ++*num_done;
                     attend_shared(op, u, split, &shared[number], team->spin_ns);
+                    ++*num_done;
+                    mine = take_task(t, INT_MAX);
                 }
             }
         }
