@@ -282,8 +282,6 @@ def _write_line_of(name: str, line: str) -> None:
 
 def main() -> None:
     """Be an engine process: arguments are the rank and the addresses of the front's two sockets."""
-    # The terminal's or the service manager's signals go to all processes; the front alone decides the order.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     engine_index, request_address, output_address = sys.argv[1:]
     try:
         status = trio.run(_run, int(engine_index), request_address, output_address)

@@ -161,6 +161,21 @@ def test_an_engine_signalled_while_it_starts_is_the_cause(start_server: Any, tmp
     assert server.lines[-1] == f"metronome: {died}"
 
 
+@pytest.mark.parametrize("at_import", [1, 200])
+def test_an_interrupt_is_the_fronts_alone_also_while_an_engine_is_imported(
+    start_server: Any, tmp_path: Path, at_import: int
+) -> None:
+    """As where a service manager sends it to all processes."""
+    server = start_server(
+        "null", env=signal_at_import(tmp_path, "-c", "engine.engine_process", at_import, signal.SIGINT)
+    )
+    with server.post("/v1/completions", {"prompt": "x"}) as response:
+        assert response.status == 200
+    server.process.terminate()
+    assert server.wait() == 0
+    assert not any("Traceback" in line for line in server.lines)
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2], ids=["SIGUSR1", "SIGUSR2"])
 @pytest.mark.parametrize(
     ("process", "from_module", "at_import"),
