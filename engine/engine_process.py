@@ -306,6 +306,8 @@ async def _run(engine_index: int, request_address: str, output_address: str) -> 
             receiver = ReceiveChannel[ClientMessage](dealer, ClientMessage, on_bad_message=on_bad_message)
             await SendChannel[EngineHello](dealer).send(EngineHello(engine_index, os.getpid()))
             config = await _configuration(receiver)
+            if config is None:
+                return 0
             logging.basicConfig(level=config.log_level.upper(), format=LOG_FORMAT, stream=sys.stderr)
             sys.setswitchinterval(SWITCH_INTERVAL_S)
 
@@ -329,8 +331,11 @@ async def _run(engine_index: int, request_address: str, output_address: str) -> 
             return 0 if cause is None else 1
 
 
-async def _configuration(receiver: ReceiveChannel[ClientMessage]) -> EngineConfig:
+async def _configuration(receiver: ReceiveChannel[ClientMessage]) -> EngineConfig | None:
+    """Return what the front answers the hello with; None where it is stopped instead, and expects no last word."""
     message = await receiver.receive()
+    if isinstance(message, Shutdown):
+        return None
     if not isinstance(message, Configure):
         raise RuntimeError(f"expected the configuration first, got {type(message).__name__}")
     return message.config

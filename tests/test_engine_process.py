@@ -16,9 +16,11 @@ import engine
 from engine.config import EngineConfig
 from engine.engine_process import ProcessConnection, identity_of
 from engine.errors import Cause, ConfigError, EngineDeadError, MetronomeError, ModelError
-from engine.protocol import PROTOCOL_VERSION, EngineCoreOutputs, EngineHello
-from transport.channel import SendChannel
+from engine.handshake import engine_argv, refuse_hello
+from engine.protocol import PROTOCOL_VERSION, ClientMessage, EngineCoreOutputs, EngineHello, Shutdown
+from transport.channel import RouterReceiveChannel, SendChannel
 from transport.codec import Encoder
+from transport.process import open_child
 from transport.zmq_socket import SocketKind, ZmqSocket, open_context
 
 pytestmark = pytest.mark.slow
@@ -232,3 +234,18 @@ async def test_an_engine_that_says_twice_that_it_is_ready_does_not_count_for_ano
     with pytest.raises(EngineDeadError, match=r"ProtocolError: engine 0 (said twice that it is|is) ready"):
         async with open_engines():
             pytest.fail("it has started")
+
+
+async def test_an_engine_that_is_stopped_before_it_is_answered_says_nothing_and_exits_0() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        async with open_context() as context:
+            router, pull = ZmqSocket(context, SocketKind.ROUTER), ZmqSocket(context, SocketKind.PULL)
+            async with router, pull:
+                argv = engine_argv(0, router.bind(f"ipc://{folder}/requests"), pull.bind(f"ipc://{folder}/outputs"))
+                hellos = RouterReceiveChannel[EngineHello](router, EngineHello, on_bad_message=refuse_hello)
+                async with open_child("engine-0", argv, term_grace_s=600) as child:
+                    with trio.fail_after(60):
+                        await hellos.receive()
+                        SendChannel[ClientMessage](router, to=identity_of(0)).send_nowait(Shutdown())
+                        assert await child.wait() == 0
+                assert list(child.stderr_tail) == []
