@@ -19,9 +19,9 @@ from collections.abc import Iterator, Mapping, Sequence
 KILL_GRACE_S = 2.0
 """How long a killed child, and whoever of its group holds its output, may take to be gone."""
 
-_NOT_FOR_CHILDREN = {signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2}
-"""Signals that mean nothing to a child until its main says what they do."""
-_UNHEARD = {signal.SIGHUP, signal.SIGTERM, *_NOT_FOR_CHILDREN}
+_ASKING = {signal.SIGUSR1, signal.SIGUSR2}
+"""Signals that ask a process what it does."""
+_UNHEARD = {signal.SIGHUP, signal.SIGINT, signal.SIGTERM, *_ASKING}
 """Signals that a reaper takes no notice of."""
 _PARENT_VARIABLE = "TRANSPORT_PARENT"
 _PR_SET_PDEATHSIG = 1
@@ -62,7 +62,7 @@ def start_child(
     read_end, write_end = os.pipe()
     stack.callback(os.close, write_end)
     try:
-        with _blocked(_NOT_FOR_CHILDREN):  # until its guard ignores them
+        with _blocked(_ASKING):  # until its guard ignores them
             child = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,
@@ -101,7 +101,7 @@ def child_guard() -> None:
     """Tie this process to the one that opened it: call it on the first line of the child's main.
 
     From its start on SIGUSR1 and SIGUSR2, which ask a process what it does, do not end one that has no answer yet; nor
-    does SIGINT, which may be sent to all processes of a program, and is its parent's to obey.
+    does from here on SIGINT, which may be sent to all processes of a program, and is its parent's to obey.
 
     On Linux the kernel kills this process when its parent's starting thread ends. Everywhere a thread waits for the
     end of the parent's pipe and then kills the whole group, grandchildren included: the one daemon thread of the
@@ -110,9 +110,9 @@ def child_guard() -> None:
     Raises:
         RuntimeError: This process was not started by `open_child` or a client.
     """
-    for number in _NOT_FOR_CHILDREN:
+    for number in (signal.SIGINT, *_ASKING):
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _NOT_FOR_CHILDREN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASKING)
     parent = os.environ.pop(_PARENT_VARIABLE, None)
     if parent is None:
         raise RuntimeError("child_guard() is for a process that open_child() started")
