@@ -110,12 +110,12 @@ def child_guard() -> None:
     Raises:
         RuntimeError: This process was not started by `open_child` or a client.
     """
-    for number in (signal.SIGINT, *_ASKING):
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASKING)
     parent = os.environ.pop(_PARENT_VARIABLE, None)
     if parent is None:
         raise RuntimeError("child_guard() is for a process that open_child() started")
+    for number in (signal.SIGINT, *_ASKING):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ASKING)
     parent_pid, pipe = map(int, parent.split(":"))
     os.set_inheritable(pipe, False)
     if sys.platform == "linux":
