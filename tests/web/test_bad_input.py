@@ -40,7 +40,12 @@ BAD = {
     "only an empty text": ("/v1/completions", {"prompt": [""]}, 400, "empty"),
     "a number no float holds": (None, {**CHAT, "temperature": 10**400}, 400, "temperature"),
     "max_tokens over words": (None, {**CHAT, "max_tokens": 10**30}, 400, "max_tokens"),
-    "min_tokens over max_tokens": (None, {**CHAT, "max_tokens": 2, "min_tokens": 3}, 400, "from 0 to 2, got 3"),
+    "min_tokens over max_tokens": (
+        None,
+        {**CHAT, "max_tokens": 2, "min_tokens": 3},
+        400,
+        "at most max_tokens, which is 2, got 3",
+    ),
     "top_logprobs 10**6": (None, {**CHAT, "logprobs": True, "top_logprobs": 10**6}, 400, "from 0 to 20, got 1000000"),
     "prompt_logprobs below 0": (
         None,
