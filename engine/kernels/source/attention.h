@@ -175,11 +175,12 @@ typedef struct {
     _Alignas(64) float values[MAX_QUERIES][MAX_HEAD];
 } partial;
 
-/* Queries that are computed together, and how far each sees: positions [from, until); `first` and `last` of any. */
+/* Queries that are computed together, where what comes out of each begins, and how far each sees: positions [from, until);
+ * `first` and `last` of any. */
 typedef struct {
     int num_queries;
     const void *queries[MAX_QUERIES];
-    float *out[MAX_QUERIES];
+    int64_t out[MAX_QUERIES];
     int head[MAX_QUERIES];
     int64_t from[MAX_QUERIES], until[MAX_QUERIES], first, last;
 } band;
@@ -663,7 +664,7 @@ static void finish_unit(const attend_operation *op, const unit *u, const partial
                 sum = sum * factor + exponential(all(sink - largest))[0];
             }
             for (int d = 0; d < op->head_size; d += LANES)
-                store(q->out[i] + d, load(all_keys->values[i] + d) * (factor / sum));
+                store_as(op->out_form == BFLOAT16, op->out, q->out[i] + d, load(all_keys->values[i] + d) * (factor / sum));
         }
     }
 }
@@ -744,7 +745,7 @@ static void take_unit(const attend_operation *op, const step *s, int64_t row, in
                 const int64_t at = end_row * op->num_heads + h;
                 q->head[i] = h;
                 q->queries[i] = (const char *)op->queries + at * query_bytes(op->form, op->head_size);
-                q->out[i] = op->out + at * op->head_size;
+                q->out[i] = end_row * op->out_stride + h * op->head_size;
                 q->from[i] = from;
                 q->until[i] = until;
             }

@@ -199,6 +199,13 @@ INLINE void narrow_to(uint16_t *to, floats v)
     memcpy(to, &narrow, sizeof narrow);
 }
 
+/* Write numbers as float32, or as bfloat16. */
+INLINE void store_as(const int is_narrow, void *out, int64_t at, floats v)
+{
+    if (is_narrow) narrow_to((uint16_t *)out + at, v);
+    else store((float *)out + at, v);
+}
+
 INLINE float as_float(uint32_t bits) { float x; memcpy(&x, &bits, sizeof x); return x; }
 INLINE uint32_t load_word(const void *from) { uint32_t x; memcpy(&x, from, sizeof x); return x; }
 
