@@ -197,6 +197,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         """
         self._take_vllms_words()
         stop: Any = self.stop
+        check_count("stop", [] if isinstance(stop, str) else stop, MAX_STOP_STRINGS)
         freeze_list(self, "stop", (stop,) if isinstance(stop, str) else stop, str)
         check_count("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS)
         freeze_list(self, "stop_token_ids", self.stop_token_ids, int)
@@ -233,7 +234,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             check_int("stream_interval", self.stream_interval, 1, MAX_STREAM_INTERVAL)
         if self.truncate_prompt_tokens not in (None, -1):
             _check_truncation(self.truncate_prompt_tokens)
-        check_count("stop", self.stop, MAX_STOP_STRINGS)
         if self.stop and not self.detokenize:
             raise InvalidRequest("stop ends a text, and detokenize is false: there is none", param="stop")
         for text in self.stop:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -49,6 +50,24 @@ def test_no_value_is_too_strange_to_be_refused_in_a_short_message(name: str, val
         SamplingParams(**{name: {5: value} if name == "logit_bias" else value})
     assert refused.value.param == name
     assert len(str(refused.value)) < 300
+
+
+class Unread(list[Any]):
+    """A list of which nobody may read more than its length."""
+
+    def __iter__(self) -> Iterator[Any]:
+        raise AssertionError("it was read")
+
+
+LISTS = ["stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logprob_token_ids", "structured_outputs"]
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_that_is_too_long_is_refused_before_it_is_read(name: str) -> None:
+    values = Unread([[]] * 20_000)
+    with pytest.raises(InvalidRequest, match="at most .* got 20000") as refused:
+        SamplingParams(**{name: {"choice": values} if name == "structured_outputs" else values})
+    assert refused.value.param == name
 
 
 def test_a_temperature_that_no_float_holds_is_refused_with_the_limit() -> None:

@@ -287,4 +287,4 @@ def _invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
 
 
 def _is_token_ids(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int for item in value)
+    return isinstance(value, list) and set(map(type, value)) <= {int}

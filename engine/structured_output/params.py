@@ -21,6 +21,10 @@ MAX_NESTING = 128
 """Most levels of objects and lists in a schema: a fixed limit, for how deep Python gets depends on who asks."""
 MAX_CHOICES = 2048
 """Most texts to choose from."""
+MAX_TAGS = 128
+"""Most structures of a structural tag, and most triggers: each trigger is looked for in each other one."""
+MAX_TRIGGER_CHARS = 128
+"""Longest trigger."""
 MAX_PATTERN_CHARS = 256
 """Longest whitespace pattern."""
 WHITESPACE = r"[ \t\n\r]{1,64}"
@@ -192,10 +196,10 @@ def _check_nesting(name: str, text: str) -> None:
 
 
 def _choices(choices: Any) -> tuple[str, ...]:
+    if isinstance(choices, list | tuple) and len(choices) > MAX_CHOICES:
+        raise InvalidGrammar(f"choice must have at most {MAX_CHOICES} texts, got {len(choices)}")
     if not isinstance(choices, list | tuple) or not choices or not all(isinstance(text, str) for text in choices):
         raise InvalidGrammar(f"choice must be a list of texts, at least one, got {_shown(choices)}")
-    if len(choices) > MAX_CHOICES:
-        raise InvalidGrammar(f"choice must have at most {MAX_CHOICES} texts, got {len(choices)}")
     if not all(choices):
         raise InvalidGrammar("choice must hold no empty text")
     _check_text("choice", "".join(choices))
@@ -207,28 +211,42 @@ def _check_structural_tag(tag: dict[str, Any]) -> None:
     if "format" in tag:
         raise InvalidGrammar("structural_tag must have structures and triggers; the form with format is not supported")
     if not tag.keys() <= {"type", "structures", "triggers"} or tag.get("type", "structural_tag") != "structural_tag":
-        raise InvalidGrammar(f"structural_tag must have structures and triggers alone, got {sorted(tag)}")
+        raise InvalidGrammar(f"structural_tag must have structures and triggers alone, got {_shown(list(tag))}")
     structures, triggers = tag.get("structures"), tag.get("triggers")
     if not isinstance(triggers, list) or not triggers or not all(isinstance(text, str) and text for text in triggers):
         raise InvalidGrammar(f"structural_tag: triggers must be a list of texts, at least one, got {_shown(triggers)}")
     if not isinstance(structures, list) or not structures:
         raise InvalidGrammar(f"structural_tag: structures must be a list, at least one, got {_shown(structures)}")
+    for name, parts in (("triggers", triggers), ("structures", structures)):
+        if len(parts) > MAX_TAGS:
+            raise InvalidGrammar(f"structural_tag may have at most {MAX_TAGS} {name}, got {len(parts)}")
+    _check_triggers(triggers)
+    for index, structure in enumerate(structures):
+        _check_structure(f"structural_tag: structures[{index}]", structure, triggers)
+    for trigger in triggers:
+        if not any(structure["begin"].startswith(trigger) for structure in structures):
+            raise InvalidGrammar(f"structural_tag: trigger {_shown(trigger)} begins no structure: leave it out")
+
+
+def _check_triggers(triggers: list[str]) -> None:
+    longest = max(map(len, triggers))
+    if longest > MAX_TRIGGER_CHARS:
+        message = f"structural_tag: a trigger may have at most {MAX_TRIGGER_CHARS} characters, got {longest}"
+        raise InvalidGrammar(message)
     for trigger in triggers:
         sooner = next((other for other in triggers if other in trigger[:-1]), None)
         if sooner is not None:
             message = f"structural_tag: trigger {_shown(trigger)} is never reached, for {_shown(sooner)} comes before"
             raise InvalidGrammar(f"{message} its end: leave one of them out")
-    for index, structure in enumerate(structures):
-        where = f"structural_tag: structures[{index}]"
-        if not isinstance(structure, dict) or structure.keys() != {"begin", "schema", "end"}:
-            raise InvalidGrammar(f"{where} must have begin, schema and end, got {_shown(structure)}")
-        begin = structure["begin"]
-        if not isinstance(begin, str) or not isinstance(structure["end"], str):
-            raise InvalidGrammar(f"{where} must have texts as begin and end")
-        if not any(begin.startswith(trigger) for trigger in triggers):
-            raise InvalidGrammar(f"{where} must begin with one of the triggers {_shown(triggers)}, got {_shown(begin)}")
-        if not isinstance(structure["schema"], dict):
-            raise InvalidGrammar(f"{where} must have a JSON schema, an object, got {_shown(structure['schema'])}")
-    for trigger in triggers:
-        if not any(structure["begin"].startswith(trigger) for structure in structures):
-            raise InvalidGrammar(f"structural_tag: trigger {_shown(trigger)} begins no structure: leave it out")
+
+
+def _check_structure(where: str, structure: Any, triggers: list[str]) -> None:
+    if not isinstance(structure, dict) or structure.keys() != {"begin", "schema", "end"}:
+        raise InvalidGrammar(f"{where} must have begin, schema and end, got {_shown(structure)}")
+    begin = structure["begin"]
+    if not isinstance(begin, str) or not isinstance(structure["end"], str):
+        raise InvalidGrammar(f"{where} must have texts as begin and end")
+    if not any(begin.startswith(trigger) for trigger in triggers):
+        raise InvalidGrammar(f"{where} must begin with one of the triggers {_shown(triggers)}, got {_shown(begin)}")
+    if not isinstance(structure["schema"], dict):
+        raise InvalidGrammar(f"{where} must have a JSON schema, an object, got {_shown(structure['schema'])}")

@@ -12,7 +12,8 @@ from engine.client.parsers.forced import grammar_of_arguments, grammar_of_calls
 from engine.client.parsers.free import calls_alone, tagged_calls
 from engine.errors import InvalidGrammar, InvalidRequest
 from engine.sampling_params import SamplingParams, StructuredOutputsParams
-from engine.structured_output.params import shown_form, structured_outputs_params
+from engine.structured_output.params import MAX_TAGS, shown_form, structured_outputs_params
+from web.tool_schemas import MAX_TOOLS
 
 TAG = {"structures": [{"begin": "<f>", "schema": {"type": "object"}, "end": "</f>"}], "triggers": ["<f"]}
 REFUSED: list[tuple[Any, str]] = [
@@ -36,7 +37,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"choice": "abc"}, "a list of texts"),
     ({"choice": ["a", 1]}, "a list of texts"),
     ({"choice": ["a", ""]}, "no empty text"),
-    ({"choice": ["a"] * 2049}, "at most 2048 texts, got 2049"),
+    ({"choice": [1] * 2049}, "at most 2048 texts, got 2049"),
     ({"grammar": ""}, "grammar must not be empty"),
     ({"grammar": "x" * 65_537}, "at most 65536 characters, got 65537"),
     ({"structural_tag": {"type": "structural_tag", "format": {}}}, "format is not supported"),
@@ -49,6 +50,9 @@ REFUSED: list[tuple[Any, str]] = [
     ({"structural_tag": TAG | {"triggers": ["<f", "x<fx"]}}, "trigger 'x<fx' is never reached, for '<f' comes before"),
     ({"structural_tag": TAG | {"structures": [{"begin": "<f>"}]}}, "must have begin, schema and end"),
     ({"structural_tag": TAG | {"more": 1}}, "structures and triggers alone"),
+    ({"structural_tag": TAG | {"triggers": ["<f"] * 129}}, "structural_tag may have at most 128 triggers, got 129"),
+    ({"structural_tag": TAG | {"structures": TAG["structures"] * 129}}, "at most 128 structures, got 129"),
+    ({"structural_tag": TAG | {"triggers": ["<" * 129]}}, "a trigger may have at most 128 characters, got 129"),
     ({"regex": "a", "whitespace_pattern": " "}, "whitespace_pattern needs json"),
     ({"choice": ["a"], "disable_any_whitespace": True}, "disable_any_whitespace needs json"),
     ({"json_object": True, "disable_additional_properties": True}, "disable_additional_properties needs json"),
@@ -68,6 +72,13 @@ def test_what_cannot_mean_anything_is_refused_at_once(asked: Any, says: str) -> 
     assert (refusal.value.param, refusal.value.status_hint) == ("structured_outputs", 400)
     assert str(refusal.value).startswith("structured_outputs: ")
     assert says.replace("an object that", "object that") in str(refusal.value)
+
+
+def test_as_many_structures_as_functions_may_be_given_and_each_may_have_a_trigger_of_its_own() -> None:
+    begins = [f"<{i:03}>" for i in range(MAX_TAGS)]
+    structures = [{"begin": begin, "schema": {}, "end": ""} for begin in begins]
+    StructuredOutputsParams(structural_tag={"structures": structures, "triggers": begins})  # type: ignore[arg-type]
+    assert MAX_TAGS == MAX_TOOLS
 
 
 def nested(depth: int) -> dict[str, Any]:
