@@ -13,6 +13,7 @@ import msgspec
 
 from engine.errors import InvalidRequest
 from engine.parameter_checks import check_count, check_int, check_number, check_text, freeze_list, shown
+from engine.structured_output.params import MAX_GRAMMAR_CHARS as MAX_GRAMMAR_CHARS
 from engine.structured_output.params import StructuredOutputsParams as StructuredOutputsParams  # part of this interface
 from engine.structured_output.params import structured_outputs_params as structured_outputs_params
 

@@ -65,7 +65,7 @@ LISTS = ["stop", "stop_token_ids", "allowed_token_ids", "bad_words", "logprob_to
 @pytest.mark.parametrize("name", LISTS)
 def test_a_list_that_is_too_long_is_refused_before_it_is_read(name: str) -> None:
     values = Unread([[]] * 20_000)
-    with pytest.raises(InvalidRequest, match="at most .* got 20000") as refused:
+    with pytest.raises(InvalidRequest, match=r"at most .* got 20000") as refused:
         SamplingParams(**{name: {"choice": values} if name == "structured_outputs" else values})
     assert refused.value.param == name
 

@@ -173,7 +173,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
         turns = [message.as_template_wants(f"messages[{index}]") for index, message in enumerate(self.messages)]
         return Conversation(
             messages=turns,
-            tools=msgspec.to_builtins(self.tools) if self.may_call else None,
+            tools=[tool.as_template_wants() for tool in self.functions] if self.may_call else None,
             template_variables=self.template_variables,
         )
 

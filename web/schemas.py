@@ -6,7 +6,10 @@ value that asks for nothing. `null` always means the default.
 
 from __future__ import annotations
 
+import gc
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal, Protocol, TypeVar, get_args
 
 import msgspec
@@ -224,7 +227,8 @@ def decode_completion(body: bytes) -> CompletionRequest:
 def decode_object(body: bytes) -> dict[str, Any]:
     """Return the fields of a JSON object; raises InvalidRequest."""
     try:
-        fields = msgspec.json.decode(body)
+        with uncollected():
+            fields = msgspec.json.decode(body)
     except RecursionError:
         raise InvalidRequest("the body is nested too deeply") from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -233,6 +237,18 @@ def decode_object(body: bytes) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise InvalidRequest(f"the body must be a JSON object, got {type(fields).__name__}")
     return fields
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Make objects in the block without looking for garbage among them again and again, which costs ten times more."""
+    is_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if is_enabled:
+            gc.enable()
 
 
 def drop_neutral(fields: dict[str, Any], not_built: Neutral, where: str) -> None:

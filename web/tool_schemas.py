@@ -10,7 +10,8 @@ import msgspec
 
 from engine.client.parsers.forced import grammar_of_arguments, grammar_of_calls
 from engine.errors import InvalidGrammar, InvalidRequest
-from engine.sampling_params import StructuredOutputsParams, structured_outputs_params
+from engine.sampling_params import MAX_GRAMMAR_CHARS, StructuredOutputsParams, structured_outputs_params
+from web.schemas import uncollected
 
 MAX_TOOLS = 128
 """Most functions in one request."""
@@ -18,7 +19,7 @@ _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _NO_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
-class Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+class Function(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """A function: its name, and a JSON schema of its arguments."""
 
     name: str
@@ -37,6 +38,12 @@ class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
     type: Literal["function"]
     function: Function
+
+    def as_template_wants(self) -> dict[str, Any]:
+        """Return the tool as chat templates want it; its schema is the very object, not a copy."""
+        function = msgspec.structs.asdict(self.function)
+        told = {name: value for name, value in function.items() if value is not None}
+        return {"type": self.type, "function": told}
 
 
 class FunctionName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -73,7 +80,8 @@ class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     def as_template_wants(self, where: str) -> dict[str, Any]:
         """Return the call with its arguments as an object; raises InvalidRequest."""
         try:
-            arguments = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
+            with uncollected():
+                arguments = msgspec.json.decode(self.function.arguments or "{}", type=dict[str, Any])
         except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
             field = f"{where}.function.arguments"
             raise InvalidRequest(f"{field} must be a JSON object as text: {error}", param=field) from None
@@ -105,17 +113,29 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
 
 
 def schemas_of(tools: Sequence[Tool]) -> list[tuple[str, dict[str, Any]]]:
-    """Return names and schemas of functions whose calls are held to them; raises InvalidRequest."""
+    """Return names and schemas of functions whose calls are held to them; raises InvalidRequest.
+
+    Their one form holds them all, so that what comes after too many characters is not looked at.
+    """
+    num_chars = 0
     for index in range(len(tools)):
-        check_schema(tools, index)
+        num_chars += check_schema(tools, index)
+        if num_chars > MAX_GRAMMAR_CHARS:
+            message = f"tools: calls of {len(tools)} functions cannot be enforced, for their schemas have more than"
+            message += f" {MAX_GRAMMAR_CHARS} characters, {num_chars} up to tools[{index}]: give fewer or simpler ones"
+            raise InvalidRequest(message, param="tools")
     return [(tool.function.name, tool.function.schema) for tool in tools]
 
 
-def check_schema(tools: Sequence[Tool], index: int) -> None:
-    """Check one function's schema as far as that takes no compiler; raises InvalidRequest, which names the function."""
+def check_schema(tools: Sequence[Tool], index: int) -> int:
+    """Check one function's schema as far as that takes no compiler; return how many characters it has.
+
+    Raises:
+        InvalidRequest: It is wrong, which names the function; the caller's fault.
+    """
     function = tools[index].function
     try:
-        structured_outputs_params({"json": function.schema})
+        return len(structured_outputs_params({"json": function.schema}).json or "")
     except InvalidGrammar as error:
         param = f"tools[{index}].function.parameters"
         fault = str(error).removeprefix(f"{error.param}: json ")

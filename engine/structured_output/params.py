@@ -1,7 +1,7 @@
 """What a user may ask of an output's form: one kind, checked as far as that takes no compiler.
 
-Part of `SamplingParams`, so ground: the standard library, msgspec and errors. What a schema or grammar means is found
-out by whoever compiles it, in the engine.
+Part of `SamplingParams`, so ground: the standard library, msgspec, numpy and errors. What a schema or grammar means
+is found out by whoever compiles it, in the engine.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import re
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from engine.errors import InvalidGrammar
 
@@ -29,8 +30,11 @@ MAX_PATTERN_CHARS = 256
 """Longest whitespace pattern."""
 WHITESPACE = r"[ \t\n\r]{1,64}"
 """Between the parts of a JSON document, unless asked otherwise: enough for deep indentation, and no endless loop."""
-_BRACKETS = re.compile(r'"(?:[^"\\]|\\.)*"?|[\[\]{}]')
-"""Finds brackets in JSON, past those in texts, which end where the whole does if they are not ended."""
+_TEXTS = re.compile(r'"(?:[^"\\]|\\.)*"?', re.DOTALL)
+"""Finds texts in JSON, which end where the whole does if they are not ended: brackets in them are none."""
+_LEVELS = np.zeros(256, np.int8)
+"""How many levels deeper a byte of JSON leads."""
+_LEVELS[[*b"[{"]], _LEVELS[[*b"]}"]] = 1, -1
 BEGINS_CALL = re.compile(r'{"name": "([^"]+)", "arguments": $')
 """Tells the function of a call with which a structure begins."""
 _FUNCTION = re.compile(rf"// schema of (.+)$|{BEGINS_CALL.pattern}", re.MULTILINE)
@@ -54,6 +58,8 @@ class StructuredOutputsParams(
         disable_any_whitespace: With JSON: no whitespace between its parts.
         disable_additional_properties: With a schema: objects have no property that it does not list.
         whitespace_pattern: With JSON: an expression for the whitespace between its parts.
+        is_normal: Set here once all is checked and made one spelling, so that who is sent it does not do that again;
+            false where a copy is changed, for that is then checked.
     """
 
     json: str | None = None
@@ -65,9 +71,10 @@ class StructuredOutputsParams(
     disable_any_whitespace: bool = False
     disable_additional_properties: bool = False
     whitespace_pattern: str | None = None
+    is_normal: bool = False
 
     def __post_init__(self) -> None:
-        """Check every field.
+        """Check every field, unless that was done where it comes from.
 
         Raises:
             InvalidGrammar: None or several kinds, or a value that cannot mean anything; the caller's fault.
@@ -75,6 +82,8 @@ class StructuredOutputsParams(
         given = [kind for kind in KINDS if getattr(self, kind) is not None]
         if len(given) != 1:
             raise InvalidGrammar(f"give exactly one of {', '.join(KINDS)}, got {' and '.join(given) or 'none'}")
+        if self.is_normal is True:
+            return
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise InvalidGrammar(f"{name} must be true or false, got {_shown(getattr(self, name))}")
@@ -93,6 +102,7 @@ class StructuredOutputsParams(
                 _check_text(kind, getattr(self, kind))
         if self.structural_tag is not None:
             _check_structural_tag(json.loads(self.structural_tag))
+        msgspec.structs.force_setattr(self, "is_normal", True)
 
     @property
     def kind(self) -> str:
@@ -124,7 +134,7 @@ def structured_outputs_params(value: Any) -> StructuredOutputsParams:
     """
     if isinstance(value, StructuredOutputsParams):
         return value
-    known = StructuredOutputsParams.__struct_fields__
+    known = [name for name in StructuredOutputsParams.__struct_fields__ if name != "is_normal"]
     if not isinstance(value, dict):
         raise InvalidGrammar(f"an object of {', '.join(known)} is needed, got {_shown(value)}")
     unknown = sorted(map(str, value.keys() - set(known)))
@@ -167,7 +177,7 @@ def _object_text(name: str, value: Any) -> str:
     """Return an object that is given as itself or as text, as text with its keys in their order."""
     if isinstance(value, str):
         _check_text(name, value)
-        _check_nesting(name, value)
+        _check_nesting(name, value)  # which the reader would fail by
         try:
             value = json.loads(value)
         except ValueError as error:
@@ -187,10 +197,8 @@ def _object_text(name: str, value: Any) -> str:
 
 def _check_nesting(name: str, text: str) -> None:
     """Refuse JSON that is nested too deeply; anything else may pass."""
-    level = deepest = 0
-    for found in _BRACKETS.finditer(text):
-        level += {"[": 1, "{": 1, "]": -1, "}": -1}.get(found[0], 0)
-        deepest = max(deepest, level)
+    steps = _LEVELS[np.frombuffer(_TEXTS.sub("", text).encode(), np.uint8)]
+    deepest = int(np.cumsum(steps, dtype=np.int32).max(initial=0))
     if deepest > MAX_NESTING:
         raise InvalidGrammar(f"{name} must be nested at most {MAX_NESTING} levels deep, got {deepest}: make it simpler")
 

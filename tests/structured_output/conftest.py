@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 
 from engine.client.tokenizer import Tokenizer, load_tokenizer
-from engine.sampling_params import SamplingParams
+from engine.sampling_params import SamplingParams, StructuredOutputsParams
 from engine.structured_output.grammar import Grammar, new_bitmasks
 from engine.structured_output.lark import to_lark
 from engine.structured_output.llguidance_backend import LLGuidanceGrammar, match
 from engine.structured_output.params import structured_outputs_params
 from engine.structured_output.vocabulary import Vocabulary
 
+Asked = StructuredOutputsParams | dict[str, Any]
 BYTES = Vocabulary([bytes([byte]) for byte in range(256)])
 """As the integer model's."""
 
@@ -31,7 +32,7 @@ def smollm2_vocabulary(smollm2_tokenizer: Tokenizer) -> Vocabulary:
     return Vocabulary.of(smollm2_tokenizer, smollm2_tokenizer.vocab_size)
 
 
-def start(asked: dict[str, Any], vocabulary: Vocabulary = BYTES, **params: Any) -> LLGuidanceGrammar:
+def start(asked: Asked, vocabulary: Vocabulary = BYTES, **params: Any) -> LLGuidanceGrammar:
     """Return a request's grammar, compiled here; raises InvalidGrammar."""
     checked = structured_outputs_params(asked)
     return LLGuidanceGrammar(match(checked, to_lark(checked), vocabulary), vocabulary, SamplingParams(**params))
@@ -44,7 +45,7 @@ def allowed(grammar: Grammar, vocabulary: Vocabulary = BYTES) -> list[int]:
     return [int(i) for i in np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))]
 
 
-def accepts(asked: dict[str, Any], text: str | bytes) -> bool:
+def accepts(asked: Asked, text: str | bytes) -> bool:
     """Whether `text`, byte by byte, is allowed whole: its end is told by an end token that the byte 0 stands for."""
     grammar = start(asked, stop_token_ids=(0,))
     for byte in text if isinstance(text, bytes) else text.encode():

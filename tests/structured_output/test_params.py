@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import pytest
 
+import engine.structured_output.params as params_module
 from engine.client.parsers.forced import grammar_of_arguments, grammar_of_calls
 from engine.client.parsers.free import calls_alone, tagged_calls
 from engine.errors import InvalidGrammar, InvalidRequest
@@ -59,6 +62,7 @@ REFUSED: list[tuple[Any, str]] = [
     ({"json_object": True, "whitespace_pattern": " ", "disable_any_whitespace": True}, "contradicts"),
     ({"json_object": True, "disable_any_whitespace": 1}, "must be true or false, got 1"),
     ({"guided_json": {}}, "unknown field 'guided_json'"),
+    ({"json": "{", "is_normal": True}, "unknown field 'is_normal'"),
     ("json", "an object of json"),
     (5, "got 5"),
 ]
@@ -115,6 +119,47 @@ def test_an_object_a_struct_and_text_mean_the_same_and_cross_the_wire() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(made[0]), type=SamplingParams) == made[0]
     assert made[0].structured_outputs is not None
     assert made[0].structured_outputs.kind == "json"
+
+
+def num_calls(act: Callable[[], Any]) -> int:
+    """How many functions, of ours and of C, it takes."""
+    events: list[str] = []
+    sys.setprofile(lambda _frame, event, _argument: events.append(event))
+    try:
+        act()
+    finally:
+        sys.setprofile(None)
+    return sum(event in {"call", "c_call"} for event in events)
+
+
+@pytest.mark.parametrize("is_text", [False, True], ids=["object", "text"])
+def test_a_large_schema_takes_no_more_calls_than_a_small_one_for_everybody_waits_meanwhile(is_text: bool) -> None:
+    counts = []
+    for num_parts in (1, 15_000):
+        schema: Any = {"enum": [[]] * num_parts}
+        asked = json.dumps(schema) if is_text else schema
+        counts.append(num_calls(lambda asked=asked: StructuredOutputsParams(json=asked)))
+    assert max(counts) < 1_000
+
+
+ASKED: list[dict[str, Any]] = [{"json": {"enum": ["a"]}}, {"structural_tag": TAG}, {"choice": ["a", "b"]}]
+
+
+@pytest.mark.parametrize("asked", ASKED, ids=[next(iter(asked)) for asked in ASKED])
+def test_what_was_checked_where_it_was_made_is_not_checked_again_where_it_is_sent(
+    asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = SamplingParams(structured_outputs=asked)  # type: ignore[arg-type]
+    sent = msgspec.msgpack.encode(made)
+    for check in ("_check_text", "_object_text", "_check_structural_tag", "_choices"):
+        monkeypatch.setattr(params_module, check, lambda *_: pytest.fail("checked twice"))
+    assert msgspec.msgpack.decode(sent, type=SamplingParams) == made
+
+
+def test_a_changed_copy_that_says_so_is_checked() -> None:
+    made = StructuredOutputsParams(json={"type": "object"})  # type: ignore[arg-type]
+    with pytest.raises(InvalidGrammar, match="json must be JSON"):
+        msgspec.structs.replace(made, json="{", is_normal=False)
 
 
 def test_keys_of_a_schema_keep_their_order_for_properties_are_written_in_it() -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 
 import pytest
 
 from engine.errors import InvalidRequest
-from web.chat_schemas import decode_chat_completion
-from web.schemas import decode_completion
+from web.chat_schemas import ChatCompletionRequest, decode_chat_completion
+from web.schemas import convert, decode_completion, decode_object
+from web.tool_schemas import Function, Tool
 
 MESSAGES = [{"role": "user", "content": "hi"}]
 
@@ -227,3 +229,42 @@ def test_of_a_field_that_has_a_few_words_they_are_told(fields, says):
     with pytest.raises(InvalidRequest) as refused:
         chat(**fields)
     assert str(refused.value).endswith(says)
+
+
+def test_a_large_body_is_read_without_looking_for_garbage_meanwhile_for_everybody_waits() -> None:
+    passes: list[str] = []
+    lists = [[]] * 100_000
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": json.dumps({"x": lists})}}
+    body = json.dumps({"messages": [{"role": "assistant", "tool_calls": [call]}], "bad": lists}).encode()
+    gc.collect()
+    gc.callbacks.append(lambda phase, _: passes.append(phase))
+    try:
+        fields = decode_object(body)
+        assert len(passes) <= 2, "one pass begins and ends, when all is made"
+        del fields["bad"]
+        request = convert(fields, ChatCompletionRequest)
+        gc.collect()
+        passes.clear()
+        told = request.messages[0].as_template_wants("messages[0]")
+        assert len(passes) <= 2
+    finally:
+        gc.callbacks.pop()
+    assert gc.isenabled()
+    assert len(told["tool_calls"][0]["function"]["arguments"]["x"]) == 100_000
+
+
+def test_who_looks_for_no_garbage_does_not_do_so_after_a_body() -> None:
+    gc.disable()
+    try:
+        decode_object(b"{}")
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_what_a_template_is_told_of_a_tool_holds_its_schema_and_no_copy() -> None:
+    schema = {"type": "object"}
+    function = Function(name="f", parameters=schema)
+    told = Tool(type="function", function=function).as_template_wants()
+    assert told == {"type": "function", "function": {"name": "f", "parameters": schema}}
+    assert told["function"]["parameters"] is schema

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jsonschema
-import msgspec
 import pytest
 
 from engine.client.input_processor import InputProcessor
@@ -16,6 +15,7 @@ from engine.errors import InvalidGrammar, InvalidRequest
 from engine.sampling_params import structured_outputs_params
 from tests.structured_output.conftest import accepts
 from web.chat_schemas import decode_chat_completion
+from web.tool_schemas import Function, Tool, form_of_calls
 
 TEMPLATE = """{% if tools %}Call as <tool_call>{{ tools | tojson }}{% endif %}{% for message in messages %}
 {{- message.role }}: {{ message.content }}{{ message.tool_calls | tojson if message.tool_calls }}
@@ -166,7 +166,7 @@ def test_a_function_that_must_be_called_has_arguments_in_an_object_by_its_own_op
     parameters = {"properties": {"x": {"const": 1}}, "required": ["x"], "x-guidance": {"item_separator": " ,"}}
     tools = [{"type": "function", "function": {"name": "a", "parameters": parameters}}]
     params, _ = decoded({"tools": tools, "tool_choice": choice})
-    form = msgspec.structs.asdict(params.structured_outputs)
+    form = params.structured_outputs
     before, after = ('[{"name": "a", "arguments": ', "}]") if choice == "required" else ("", "")
     assert accepts(form, f'{before}{{"x":1 ,"y":2}}{after}')
     assert not accepts(form, f'{before}{{"x":1,"y":2}}{after}')
@@ -174,7 +174,7 @@ def test_a_function_that_must_be_called_has_arguments_in_an_object_by_its_own_op
     parameters["x-guidance"] = {"lenient": True}
     params, _ = decoded({"tools": tools, "tool_choice": choice})
     with pytest.raises(InvalidGrammar, match="x-guidance: lenient"):
-        accepts(msgspec.structs.asdict(params.structured_outputs), "")
+        accepts(params.structured_outputs, "")
 
 
 @pytest.mark.parametrize(
@@ -237,6 +237,22 @@ async def test_whatever_is_wrong_with_the_schema_of_a_function_is_told_with_its_
                 assert answer.error["message"].startswith(("tools: schema of book", "tools[2].function.parameters of"))
                 assert answer.error["message"].startswith(answer.error["param"])
                 assert "structur" not in answer.error["message"]
+
+
+def test_schemas_that_are_too_long_together_are_not_all_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked_at: list[Any] = []
+
+    def look(asked: Any) -> Any:
+        looked_at.append(asked)
+        return structured_outputs_params(asked)
+
+    monkeypatch.setattr("web.tool_schemas.structured_outputs_params", look)
+    functions = [Function(name=f"f{i}", parameters={"type": "object", "enum": [[]] * 15_000}) for i in range(33)]
+    tools = [Tool(type="function", function=function) for function in functions]
+    with pytest.raises(InvalidRequest, match=r"of 33 functions .* more than 65536 characters, 90052 up to") as refused:
+        form_of_calls(tools, "required", False)
+    assert refused.value.param == "tools"
+    assert len(looked_at) == 2
 
 
 async def test_the_openai_client_reads_calls(open_served, template):

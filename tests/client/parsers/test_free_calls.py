@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from typing import Any
 
 import jsonschema
-import msgspec
 import pytest
 
 from engine.client.parsers.forced import grammar_of_calls
@@ -16,7 +14,7 @@ from engine.client.parsers.free import Functions, calls_alone
 from engine.client.parsers.pieces import CallArguments, CallBegun
 from engine.client.parsers.registry import TOOL_FORMATS
 from engine.errors import InvalidGrammar
-from engine.sampling_params import structured_outputs_params
+from engine.sampling_params import StructuredOutputsParams, structured_outputs_params
 from tests.structured_output.conftest import accepts, start, write
 
 SCHEMAS = {
@@ -54,10 +52,10 @@ TEXTS: dict[str, tuple[list[str], list[str]]] = {
 }
 
 
-def asked(name: str) -> dict[str, Any]:
+def asked(name: str) -> StructuredOutputsParams:
     form_of_calls = TOOL_FORMATS[name].form_of_calls
     assert form_of_calls is not None
-    return msgspec.structs.asdict(form_of_calls(list(SCHEMAS.items())))
+    return form_of_calls(list(SCHEMAS.items()))
 
 
 @pytest.mark.parametrize("name", TEXTS)
