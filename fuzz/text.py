@@ -9,7 +9,8 @@ strings and stop tokens, and checks:
 
 - deltas, joined, are the text of all ids, less what the stop rule cuts off, however the ids are split, also where a
   slow reader gets several at once or the server tells in intervals; finish and stop reason are the same too;
-- the parsers of calls and reasoning give the same pieces of that text as of the deltas, and lose none of it;
+- the parsers of calls and reasoning give the same pieces of that text as of the deltas, lose none of it, and give
+  nothing that cannot be sent;
 - a grammar of every kind: a token is in the mask exactly if the grammar takes it, over the whole vocabulary.
 """
 
@@ -22,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from engine.client.output_processor import RequestState
@@ -41,8 +43,18 @@ from engine.structured_output.vocabulary import Vocabulary
 from fuzz.vocabularies import EOS, TOKENIZERS
 
 CALL = '{"name": "get_weather", "arguments": {"city": "Bern", "days": [1, null]}}'
+SURROGATES = [
+    (r"\ud800", "{}"),
+    ("f", r'"\ud83d"'),
+    ("f", r'{"a": "\udead"}'),
+    ("f", r'"{\"a\": \"\ud83d\ude00\ud800\"}"'),
+]
+"""Escapes in calls that stand for no character."""
 SNIPPETS = [f"<tool_call>\n{CALL}\n</tool_call>", f"[TOOL_CALLS][{CALL}]", CALL, "<think>", "</think>", "<tool_call>"]
 SNIPPETS += ["[f(x='a', y=[1])]", "The fox ", "日本", "😀", '{"', "\n\n", "[TOOL_CALLS]f{}", "é", "}", "</tool_call>"]
+SNIPPETS += [f'<tool_call>{{"name": "{name}", "arguments": {arguments}}}</tool_call>' for name, arguments in SURROGATES]
+SNIPPETS += [f'[{{"name": "{name}", "parameters": {arguments}}}]' for name, arguments in SURROGATES]
+SNIPPETS += [r"[f(x='\ud800')]", r"[f(x={'\ud83d\ude00': 1})]"]
 SCHEMA = {
     "type": "object",
     "properties": {"name": {"type": "string", "maxLength": 9}, "n": {"type": "number"}, "e": {"enum": ["a", 1, None]}},
@@ -171,6 +183,7 @@ PARSERS += [
 def check_pieces(make_parser: Callable[[], Parser], told: Told) -> None:
     """Check that a parser makes of the deltas what it makes of the text, and of each character alone."""
     whole = pieces_of(make_parser(), [told.text])
+    msgspec.json.encode(whole)  # as it is sent
     assert pieces_of(make_parser(), told.deltas) == whole
     assert pieces_of(make_parser(), told.text) == whole
     if not isinstance(make_parser(), ChatParser) and all(isinstance(piece, Content) for piece in whole):

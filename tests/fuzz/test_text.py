@@ -30,7 +30,7 @@ def test_masks_are_what_is_accepted_over_the_whole_vocabulary(name: str, kind: s
 def test_a_character_that_is_cut_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.client.detokenizer._ByteLevelDecoder.flush", lambda self: "")
     with pytest.raises(AssertionError):
-        rounds(150)
+        rounds(400)
 
 
 def test_a_call_that_is_lost_at_the_border_of_parts_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,4 +42,10 @@ def test_a_call_that_is_lost_at_the_border_of_parts_is_found(monkeypatch: pytest
 
     monkeypatch.setattr(HermesParser, "feed", forgets)
     with pytest.raises(AssertionError):
+        rounds(150)
+
+
+def test_arguments_that_cannot_be_sent_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.client.parsers.json_calls.spelled", lambda text: text)
+    with pytest.raises(UnicodeEncodeError):
         rounds(150)

@@ -211,7 +211,9 @@ class CallObject:
         return True
 
     def _take_name(self, name: Any) -> bool:
-        if not isinstance(name, str) or not name or (self._functions is not None and name not in self._functions):
+        if not isinstance(name, str) or not name or spelled(name) != name:
+            return False
+        if self._functions is not None and name not in self._functions:
             return False
         self._name = name
         if self._is_marked or self._arguments is not None:
@@ -244,7 +246,12 @@ def _as_arguments(value: Any, text: str) -> str:
     """Return arguments that are no plain object as one: null for none, and a text that holds them."""
     if value is None and text == "null":
         return "{}"
-    return value if isinstance(value, str) else text
+    return spelled(value) if isinstance(value, str) else text
+
+
+def spelled(text: str) -> str:
+    r"""Return `text` with each lone surrogate, which is no character and cannot be sent, as JSON's escape, `\ud800`."""
+    return text.encode(errors="backslashreplace").decode()
 
 
 class CallList:

@@ -8,7 +8,7 @@ import re
 import warnings
 from collections.abc import Collection
 
-from engine.client.parsers.json_calls import MAX_NESTING, SPACE
+from engine.client.parsers.json_calls import MAX_NESTING, SPACE, spelled
 from engine.client.parsers.pieces import CallArguments, CallBegun, Content, Piece
 
 START = "["
@@ -136,7 +136,7 @@ def _parsed(text: str) -> tuple[str, str] | None:
         if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
             return None
         values = {str(keyword.arg): _literal(keyword.value) for keyword in call.keywords}
-        return name, json.dumps(values, ensure_ascii=False, allow_nan=False)
+        return name, spelled(json.dumps(values, ensure_ascii=False, allow_nan=False))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -178,6 +179,26 @@ def test_a_text_is_read_as_its_family_writes_it_in_whichever_parts_it_comes(
         assert read(PARSERS[name](), [text[:cut], text[cut:]]) == whole
 
 
+NAMELESS = r'{"name": "\ud800", "arguments": {}}'
+SURROGATES = [
+    ("hermes", f"<tool_call>{NAMELESS}</tool_call>", Answer(f"<tool_call>{NAMELESS}</tool_call>", [])),
+    ("mistral", f"[TOOL_CALLS][{NAMELESS}]", Answer(f"[TOOL_CALLS][{NAMELESS}]", [])),
+    ("llama3_json", NAMELESS, Answer(NAMELESS, [])),
+    ("hermes", r'<tool_call>{"name": "g", "arguments": "\ud83d"}</tool_call>', Answer("", [("g", r"\ud83d")])),
+    ("hermes", r'<tool_call>{"arguments": "\udead", "name": "g"}</tool_call>', Answer("", [("g", r"\udead")])),
+    ("llama3_json", r'{"name": "g", "parameters": "{\"a\": \"\ud800\"}"}', Answer("", [("g", r'{"a": "\ud800"}')])),
+    ("pythonic", r"[g(x='\ud800')]", Answer("", [("g", r'{"x": "\ud800"}')])),
+    ("pythonic", r"[g(x={'\ud83d\ude00': 1})]", Answer("", [("g", r'{"x": {"\ud83d\ude00": 1}}')])),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "expected"), SURROGATES)
+def test_what_stands_for_no_character_is_told_as_it_can_be_sent(name: str, text: str, expected: Answer) -> None:
+    told = answer(name, text)
+    assert told == expected
+    msgspec.json.encode(told)
+
+
 def test_a_name_without_end_is_content_before_it_is_long() -> None:
     """What is read anew with each character must not grow."""
     pieces = PARSERS["pythonic"]().feed("[" + "a" * 300)
@@ -205,6 +226,7 @@ BITS += [
     "</",
     ";",
 ]
+BITS += [r'"\ud800"', r"'\udead'", r'{"name": "f", "arguments": "\ud83d"}']
 BITS += ['{"name": "f", "arguments": {"a": 1}}', "null", "1", "'"]
 TEXTS = st.lists(st.sampled_from(BITS), max_size=14).map("".join)
 
@@ -217,6 +239,7 @@ def test_any_split_of_any_text_gives_the_same_pieces(name: str, text: str, cuts:
     parts = [text[a:b] for a, b in itertools.pairwise(places)]
     whole = read(PARSERS[name](), [text])
     assert read(PARSERS[name](), parts) == read(PARSERS[name](), text) == whole
+    msgspec.json.encode(whole)
 
 
 @pytest.mark.parametrize(
