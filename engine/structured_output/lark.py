@@ -37,8 +37,8 @@ _IN_LARK = re.compile(
     re.VERBOSE,
 )
 """Finds schemas and special tokens in a grammar, past those in comments, texts and expressions."""
-SCHEMA_OF = re.compile(r".*// (schema of .+)$")
-"""Says at a line's end whose schema it holds, which is told of what is wrong with it."""
+_SCHEMA_OF = "// schema of "
+"""Begins at a line's end what says whose schema it holds, which is told of what is wrong with it."""
 _SCHEMA_MAPS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 _SCHEMA_LISTS = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 _SCHEMAS = (
@@ -115,13 +115,19 @@ def _checked_parts(grammar: str) -> Iterator[str]:
             schema, at = json.JSONDecoder().raw_decode(grammar, start)
         except (ValueError, RecursionError):
             continue
-        whose = SCHEMA_OF.search(grammar[at:].partition("\n")[0])
-        with _told_of(whose[1] if whose else "json"):
+        end = grammar.find("\n", at)
+        with _told_of(whose_schema(grammar, at, end if end >= 0 else len(grammar)) or "json"):
             own = _prepare(schema)
         lines = "\n" * grammar.count("\n", start, at)
         yield f"{grammar[done:start]}{{{lines}{json.dumps(schema | {'x-guidance': own})[1:]}"
         done = at
     yield grammar[done:]
+
+
+def whose_schema(grammar: str, begin: int, end: int) -> str:
+    """Return what a line of a grammar says at its end of the schema that it holds, empty where it says nothing."""
+    found = grammar.rfind(_SCHEMA_OF, begin, end)
+    return grammar[found + len("// ") : end] if found >= 0 else ""
 
 
 def _of_structural_tag(params: StructuredOutputsParams) -> str:
@@ -133,12 +139,12 @@ def _of_structural_tag(params: StructuredOutputsParams) -> str:
     for index, structure in enumerate(tag["structures"]):
         number = next(i for i, trigger in enumerate(triggers) if structure["begin"].startswith(trigger))
         begin = structure["begin"].removeprefix(triggers[number])
-        whose = f"schema of structures[{index}], which begins with {json.dumps(structure['begin'])[:MAX_SHOWN_CHARS]}"
+        whose = f"structures[{index}], which begins with {json.dumps(structure['begin'])[:MAX_SHOWN_CHARS]}"
         if call := BEGINS_CALL.search(structure["begin"]):
-            whose = f"schema of {call[1]}"
-        with _told_of(whose):
+            whose = call[1]
+        with _told_of(f"schema of {whose}"):
             parts = [_literal(begin), _json_rule(structure["schema"], params), _literal(structure["end"])]
-        lines.append(f"tag_{index}: trigger_{number} {' '.join(filter(None, parts))} // {whose}")
+        lines.append(f"tag_{index}: trigger_{number} {' '.join(filter(None, parts))} {_SCHEMA_OF}{whose}")
     tags = " | ".join(f"tag_{index}" for index in range(len(tag["structures"])))
     return "\n".join([f"start: ({tags})* last", "last: TEXT", *lines])
 

@@ -12,7 +12,7 @@ from engine.errors import InvalidGrammar
 from engine.outputs import GrammarMasks
 from engine.sampling_params import SamplingParams
 from engine.structured_output.grammar import new_bitmasks
-from engine.structured_output.lark import SCHEMA_OF
+from engine.structured_output.lark import whose_schema
 from engine.structured_output.params import StructuredOutputsParams
 from engine.structured_output.vocabulary import Vocabulary, pack_bits
 
@@ -117,9 +117,10 @@ def match(params: StructuredOutputsParams, lark: str, vocabulary: Vocabulary, *,
     if matcher.is_error():
         fault = message_of(matcher)
         place = _PLACE.match(fault)
-        whose = SCHEMA_OF.search("".join(lark.splitlines()[int(place[1]) - 1 :][:1])) if place else None
-        if params.kind != "grammar" or whose is not None:
-            fault = (f"{whose[1]}: " if whose else "") + _PLACE.sub("", fault)
+        line = "".join(lark.split("\n")[int(place[1]) - 1 :][:1]) if place else ""
+        whose = whose_schema(line, 0, len(line))
+        if params.kind != "grammar" or whose:
+            fault = (f"{whose}: " if whose else "") + _PLACE.sub("", fault)
         fault = "; ".join([fault, *(advice for words, advice in _ADVICE.items() if words in fault)])
         raise InvalidGrammar(f"{params.kind}: {fault}")
     mask = compute_mask(matcher, vocabulary.size + 1)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from typing import Any
+
 import pytest
 
 from engine.bench.forms import FORMS
@@ -26,3 +29,13 @@ def test_usual_forms_are_found_sound(name: str) -> None:
         answer = _in_a_fork(structured_outputs_params(asked), BYTES, 10)
         assert answer.refusal is None
         assert answer.lark
+
+
+@pytest.mark.parametrize("is_in_grammar", [False, True], ids=["schema", "in a grammar"])
+def test_what_is_wrong_with_a_large_schema_is_found_at_once(is_in_grammar: bool) -> None:
+    """In 20 ms of processor time; whose schema it is was looked for over its one line for 2 s."""
+    properties: dict[str, Any] = {f"property_{i}": {"type": "string", "description": "a text"} for i in range(950)}
+    schema = {"type": "object", "properties": properties | {"x": {"type": "foo"}}}
+    asked = {"grammar": f"start: %json {json.dumps(schema)}"} if is_in_grammar else {"json": schema}
+    answer = _in_a_fork(structured_outputs_params(asked), BYTES, 1)
+    assert "Invalid type: foo" in (answer.refusal or "")
