@@ -16,6 +16,7 @@ from llguidance import LLMatcher
 from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from engine.errors import InvalidGrammar
+from engine.structured_output.escapes import escapes_of
 from engine.structured_output.formats import make_exact
 from engine.structured_output.params import BEGINS_CALL, WHITESPACE, StructuredOutputsParams
 
@@ -24,9 +25,6 @@ MAX_SHOWN_CHARS = 80
 MAX_INTEGER = 2**53
 """Up to it the compiler, which computes in binary64, tells integers apart; below zero likewise."""
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-_ESCAPES = 'nrbtf\\"'
-_NEEDS_ESCAPES = re.compile(r"(?<!\\)(?:\\\\)*\\u00[01]")
-"""Finds a control character that has no escape of its own, in JSON."""
 _OPTIONS = '%llguidance {"no_forcing": true}\n'
 """Masks then allow every spelling in tokens, not one that is computed: what is allowed is what is accepted."""
 _GBNF = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
@@ -172,11 +170,7 @@ def _json_rule(schema: dict[str, Any], params: StructuredOutputsParams) -> str:
 
 
 def _prepare(schema: dict[str, Any]) -> dict[str, Any]:
-    """Check `schema` and have it say exactly what the compiler takes roughly, in place; return the options it needs.
-
-    The name of a property that is spelled with escapes would be one that the schema does not speak of. Only where a
-    text cannot be spelled without them are they allowed.
-    """
+    """Check `schema` and have it say exactly what the compiler takes roughly, in place; return the options it needs."""
     own = schema.get("x-guidance", {})
     if not isinstance(own, dict):
         raise InvalidGrammar(f"x-guidance must be an object, got {own!r:.80}")
@@ -187,7 +181,8 @@ def _prepare(schema: dict[str, Any]) -> dict[str, Any]:
     if "u" in str(own.get("json_allowed_escapes", "")) or own.get("json_allow_general_unicode_escapes"):
         message = "x-guidance: escapes with u would spell a property's name in a way that no schema sees"
         raise InvalidGrammar(f"{message}: leave json_allowed_escapes and json_allow_general_unicode_escapes out")
-    for part in list(_schemas_in(schema)):
+    parts = list(_schemas_in(schema))
+    for part in parts:
         if part is not schema and "x-guidance" in part:
             raise InvalidGrammar(
                 "x-guidance holds for a whole schema: it is ignored inside of one, so move it to the top"
@@ -195,7 +190,7 @@ def _prepare(schema: dict[str, Any]) -> dict[str, Any]:
         _check_counts(part)
         _check_numbers(part)
         make_exact(part)
-    return own if _NEEDS_ESCAPES.search(json.dumps(schema)) else {"json_allowed_escapes": _ESCAPES} | own
+    return escapes_of(parts) | own
 
 
 def _check_numbers(schema: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine.errors import InvalidGrammar
-from tests.structured_output.conftest import start, write
+from tests.structured_output.conftest import accepts, start, write
 
 NAMES = ["a", "b", "name", "é", "x y", "$ref", "properties", '"q"', "10"]
 PATTERNS = ["^[a-z]+$", "ab", "^a|b$", "[0-9]{2,4}", r"^\d+$", "^(foo|bar)*$", "^[^x]*$", r"\w+@\w+", r"^\S{1,3}$"]
@@ -135,6 +135,9 @@ def test_documents_by_a_schema_of_each_feature_are_valid(schema: dict[str, Any])
         ({"properties": {"\t": {"type": "integer"}}}, r'{"\u0009":"x"}'),
         ({"properties": {"a\nb": {"type": "integer"}}}, r'{"a\u000ab":"x"}'),
         ({"patternProperties": {"^a": {"type": "integer"}}}, r'{"\u0061":"x"}'),
+        ({"properties": {"a": {"type": "integer"}}, "description": "bell \x07"}, r'{"\u0061":"x"}'),
+        ({"properties": {"a": {"type": "integer"}}, "$defs": {"\x07": {}}}, r'{"\u0061":"x"}'),
+        ({"properties": {"a": {"type": "integer"}, "b": {"pattern": "^[\\x00-\x7f]*$"}}}, r'{"\u0061":"x"}'),
     ],
 )
 @pytest.mark.parametrize("is_inline", [False, True])
@@ -145,7 +148,55 @@ def test_no_escape_spells_a_property_past_its_schema(schema: dict[str, Any], doc
     assert not grammar.accept_tokens(list(document.encode()))
 
 
-def test_texts_that_only_an_escape_can_spell_keep_it() -> None:
-    grammar = start({"json": {"enum": ["\x1f", "\\u001f"]}})
-    assert grammar.accept_tokens(list(rb'"\u001f"'))
-    assert grammar.is_finished
+@pytest.mark.parametrize(
+    ("schema", "document"),
+    [
+        ({"enum": ["\x1f", "\\u001f"]}, r'"\u001f"'),
+        ({"const": "\x7f"}, r'"\u007f"'),
+        ({"const": {"a": ["\x01"]}}, r'{"a":["\u0001"]}'),
+        ({"type": "string", "pattern": "^\x01$"}, r'"\u0001"'),
+        *(
+            ({"type": "string", "pattern": f"^{spelled}$"}, r'"\u0001"')
+            for spelled in (r"\x01", r"\u0001", r"\x{1}", r"\u{0001}", r"[\x00-\x1F]", "[\x00-\x08]")
+        ),
+        ({"type": "string", "pattern": r"^[\x7F]$"}, r'"\u007f"'),
+        (
+            {
+                "type": "object",
+                "properties": {"\x01": {"const": 1}},
+                "required": ["\x01"],
+                "additionalProperties": False,
+            },
+            r'{"\u0001":1}',
+        ),
+        ({"type": "object", "additionalProperties": {"const": "\x01"}}, r'{"a":"\u0001"}'),
+    ],
+)
+def test_texts_that_only_an_escape_can_spell_keep_it(schema: dict[str, Any], document: str) -> None:
+    assert accepts({"json": schema}, document)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"properties": {"a": {"type": "integer"}, "b": {"const": "\x1f"}}},
+        {"properties": {"a": {"type": "integer"}, "\x1f": {}}},
+        {"patternProperties": {"^a": {}}, "required": ["\x1f"]},
+        {
+            "items": {"properties": {"a": {}}, "additionalProperties": {"type": "integer"}},
+            "not": {"enum": [{"\x1f": 1}]},
+        },
+    ],
+)
+def test_what_only_an_escape_spells_is_refused_where_that_would_spell_a_propertys_name(schema: dict[str, Any]) -> None:
+    with pytest.raises(
+        InvalidGrammar, match=r"U\+001F, which only an escape .* property '\^?a' .* additionalProperties"
+    ):
+        start({"json": schema})
+
+
+def test_what_names_no_control_character_is_no_reason_to_allow_escapes() -> None:
+    for pattern in (r"^\x41$", r"^\u0041$", r"^\x{41}$", "^A$", r"^[\x20-\x7e]$"):
+        assert not accepts(
+            {"json": {"anyOf": [{"pattern": pattern, "type": "string"}, {"type": "object"}]}}, r'{"\u0061":1}'
+        )
