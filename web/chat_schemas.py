@@ -128,9 +128,6 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
         """Return the sampling parameters, with the form of calls where there must be some; raises InvalidRequest."""
         params = super().sampling_params(**defaults)
         form = form_of_calls(self.functions, self.tool_choice, self.at_most_one_call)
-        if params.structured_outputs is not None and self.may_call:
-            message = "the form of a text and tools contradict each other: leave one out, or set tool_choice to none"
-            raise InvalidRequest(message, param="tools")
         return params if form is None else msgspec.structs.replace(params, structured_outputs=form)
 
     def check(self) -> None:
@@ -141,6 +138,9 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
         self._check_logprobs()
         self._check_reasoning_effort()
         check_tools(self.functions, self.tool_choice)
+        if self.asks_for_form and self.may_call:
+            message = "the form of a text and tools contradict each other: leave one out, or set tool_choice to none"
+            raise InvalidRequest(message, param="tools")
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise InvalidRequest(

@@ -27,7 +27,6 @@ _STATUS_OF_CAUSE = {
     "GrammarTrialDied": 503,
     "GrammarQueueFull": 429,
     "NoTokenAllowed": 400,
-    "GrammarFailed": 400,
 }
 """Of requests that the engine failed for what they asked, or for want of time."""
 
@@ -64,8 +63,9 @@ class GenerationFailed(RequestError):
 
         `form_field` is the field of the request that asked for a form of the text.
         """
-        if cause is not None and cause.type == InvalidGrammar.__name__:
-            super().__init__(of_field(form_field, cause.message), param=form_field)
+        if cause is not None and cause.type in {InvalidGrammar.__name__, "GrammarFailed"}:
+            message = cause.message if cause.type != "GrammarFailed" else f"structured_outputs: {cause.message}"
+            super().__init__(of_field(form_field, message), param=form_field)
             self.status_hint = InvalidGrammar.status_hint
             return
         super().__init__(f"the request failed in the engine: {cause or 'unknown cause'}")

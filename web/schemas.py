@@ -132,7 +132,17 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     @property
     def form_field(self) -> str:
         """The field that asks for a form of the text, if one does."""
-        return "structured_outputs" if self.response_format is None else "response_format"
+        return "structured_outputs" if self._is_any_text else "response_format"
+
+    @property
+    def _is_any_text(self) -> bool:
+        """Whether `response_format` asks for no form."""
+        return self.response_format is None or self.response_format.type == "text"
+
+    @property
+    def asks_for_form(self) -> bool:
+        """Whether a field asks for a form of the text."""
+        return self.structured_outputs is not None or not self._is_any_text
 
     @property
     def include_usage(self) -> bool:
@@ -163,8 +173,7 @@ class GenerationRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
             raise InvalidRequest("stream_options needs stream to be true", param="stream_options")
         if self.prompt_logprobs is not None and self.stream:
             raise InvalidRequest("prompt_logprobs needs stream to be false", param="prompt_logprobs")
-        is_text = self.response_format is None or self.response_format.type == "text"
-        if self.structured_outputs is not None and not is_text:
+        if self.structured_outputs is not None and not self._is_any_text:
             message = "structured_outputs and response_format both say what is wanted: give one of them"
             raise InvalidRequest(message, param="structured_outputs")
 

@@ -7,6 +7,9 @@ import json
 import pytest
 import trio
 
+from engine.errors import Cause
+from web.errors import GenerationFailed
+
 SCHEMA = {
     "type": "object",
     "properties": {"a": {"type": "boolean"}},
@@ -54,6 +57,26 @@ async def test_what_is_wrong_with_a_response_format_is_told_of_it(served, path):
         answer = await served.post(body, path)
         assert (answer.status, answer.error["param"]) == (400, "response_format")
         assert answer.error["message"].startswith(f"response_format: {says}")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("schema", [{"const": "a" * 70_000}, {"items": {"x-guidance": {}}}], ids=["front", "engine"])
+async def test_who_refuses_it_makes_no_difference_to_the_field_that_is_named(served, path, schema):
+    formats = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}, {"type": "text"}
+    for wanted, form, field in zip(formats, ({}, {"structured_outputs": {"json": schema}}), FIELDS, strict=True):
+        body = {"response_format": wanted} | form
+        answer = await served.post(served.chat(**body) if "chat" in path else {"prompt": "x"} | body, path)
+        assert (answer.status, answer.error["param"]) == (400, field)
+        assert answer.error["message"].startswith(f"{field}: ")
+
+
+FIELDS = ["response_format", "structured_outputs"]
+
+
+@pytest.mark.parametrize("field", [*FIELDS, "tools"])
+def test_a_form_that_goes_on_no_further_is_told_of_its_field_as_one_that_is_refused(field):
+    failed = GenerationFailed(Cause("GrammarFailed", "the grammar cannot go on: no"), field)
+    assert (str(failed), failed.param, failed.status_hint) == (f"{field}: the grammar cannot go on: no", field, 400)
 
 
 async def test_completions_take_a_form_too(served):

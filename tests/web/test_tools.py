@@ -348,6 +348,8 @@ REFUSED = [
     ({"tools": [CLOCK], "tool_choice": "perhaps"}, "tool_choice"),
     ({"tools": [CLOCK], "response_format": {"type": "json_object"}}, "tools"),
     ({"tools": [CLOCK], "tool_choice": "required", "structured_outputs": {"regex": "a"}}, "tools"),
+    ({"tools": [CLOCK], "structured_outputs": {"json": "{"}}, "tools"),
+    ({"tools": [CLOCK], "tool_choice": "none", "structured_outputs": {"json": "{"}}, "structured_outputs"),
     ({"messages": [{"role": "assistant"}]}, "messages[0].content"),
     ({"messages": [{"role": "tool", "content": None}]}, "messages[0].content"),
     ({"messages": [{"role": "user", "content": "", "tool_calls": [earlier("{}")]}]}, "messages[0].tool_calls"),
