@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,42 @@ def test_no_file_of_ours_imports_asyncio_or_pickle(path: Path) -> None:
         if isinstance(node, ast.ImportFrom):
             names.append(node.module or "")
         assert not {name.split(".")[0] for name in names} & {"asyncio", "pickle", "cloudpickle"}
+
+
+def _section(begins: str, ends: str) -> str:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    return text[text.index(begins) :].partition(ends)[0]
+
+
+def _files_with(holds: Callable[[ast.AST], bool], rooms: Sequence[str] = ("engine", "transport", "web")) -> set[str]:
+    names = [path.relative_to(ROOT).as_posix() for path in PRODUCT]
+    trees = {name: ast.parse((ROOT / name).read_text()) for name in names if name.split("/")[0] in rooms}
+    return {name for name, tree in trees.items() if any(map(holds, ast.walk(tree)))}
+
+
+def _imports_inside(node: ast.AST) -> bool:
+    is_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    return is_function and any(isinstance(inner, ast.Import | ast.ImportFrom) for inner in ast.walk(node))
+
+
+def test_imports_inside_functions_stand_where_architecture_says() -> None:
+    said = set(re.findall(r"`(engine/\S+\.py)`", _section("8. Imports inside functions", "\n## ")))
+    assert _files_with(_imports_inside, ("engine", "transport", "web", "fuzz")) | {"engine/__init__.py"} == said
+
+
+def _catches_anything(node: ast.AST) -> bool:
+    """Whether it is a handler of any exception, other than one that ends by raising it again."""
+    if not isinstance(node, ast.ExceptHandler):
+        return False
+    names = {"Exception"} if node.type is None else {getattr(name, "id", "") for name in ast.walk(node.type)}
+    last = node.body[-1]
+    return bool(names & {"Exception", "BaseException"}) and not (isinstance(last, ast.Raise) and last.exc is None)
+
+
+def test_any_exception_is_caught_where_architecture_says() -> None:
+    said = set(re.findall(r"`(\S+\.py)`", _section("## Where any exception is caught", "\n## Who")))
+    in_a_program_of_its_own = {"engine/models/hub.py"}  # as text
+    assert _files_with(_catches_anything) | in_a_program_of_its_own == said
 
 
 def test_transport_alone_knows_zmq() -> None:
