@@ -8,6 +8,7 @@ import msgspec
 
 from engine.client.input_processor import Conversation
 from engine.errors import InvalidRequest
+from engine.parameter_checks import shown
 from engine.sampling_params import MAX_LOGPROBS, SamplingParams
 from web.schemas import (
     NOT_BUILT,
@@ -144,8 +145,8 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
         limits = {self.max_tokens, self.max_completion_tokens} - {None}
         if len(limits) > 1:
             raise InvalidRequest(
-                f"max_completion_tokens {self.max_completion_tokens} contradicts max_tokens {self.max_tokens}; "
-                f"give one of them",
+                f"max_completion_tokens {shown(self.max_completion_tokens)} contradicts max_tokens "
+                f"{shown(self.max_tokens)}; give one of them",
                 param="max_completion_tokens",
             )
         if self.max_completion_tokens is not None:
@@ -158,7 +159,7 @@ class ChatCompletionRequest(GenerationRequest, kw_only=True, forbid_unknown_fiel
         if self.logprob_token_ids is not None and self.top_logprobs is not None:
             raise InvalidRequest("top_logprobs and logprob_token_ids contradict each other", param="top_logprobs")
         if self.top_logprobs is not None and not 0 <= self.top_logprobs <= MAX_LOGPROBS:
-            message = f"top_logprobs must be from 0 to {MAX_LOGPROBS}, got {self.top_logprobs}"
+            message = f"top_logprobs must be from 0 to {MAX_LOGPROBS}, got {shown(self.top_logprobs)}"
             raise InvalidRequest(message, param="top_logprobs")
 
     def _check_reasoning_effort(self) -> None:
@@ -197,7 +198,7 @@ def _text_of(content: str | list[dict[str, Any]], where: str) -> str:
         if part.keys() != {"type", "text"} or part["type"] != "text" or not isinstance(part["text"], str):
             raise InvalidRequest(
                 f'{where}[{index}] must be {{"type": "text", "text": "..."}}, got one of type '
-                f"{part.get('type')!r} with fields {sorted(part)}; other parts are not supported yet",
+                f"{shown(part.get('type'))} with fields {shown(sorted(part))}; other parts are not supported yet",
                 param=f"{where}[{index}]",
             )
         texts.append(part["text"])

@@ -34,7 +34,9 @@ _FORM = re.compile(r"^structured_outputs: (?:(?:grammar|structural_tag|json|json
 """How a message begins that tells what is wrong with a form of text."""
 
 MAX_SHOWN_CHARS = 200
-"""Of a path that is told back."""
+"""Of a path or the name of a field that is told back."""
+MAX_MESSAGE_CHARS = 4_000
+"""Of a message: whatever a request says, the answer is short."""
 
 
 class ServerStopping(RequestError):
@@ -90,9 +92,12 @@ def of_field(form_field: str, message: str) -> str:
 
 
 def error_body(status: int, message: str, *, param: str | None = None, code: str | None = None) -> bytes:
-    """Encode OpenAI's error object; `param` is the request field at fault."""
+    """Encode OpenAI's error object, cut where it is long; `param` is the request field at fault."""
     kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    if len(message) > MAX_MESSAGE_CHARS:
+        message = f"{message[:MAX_MESSAGE_CHARS]}... and {len(message) - MAX_MESSAGE_CHARS} more characters"
     printable = message.encode("utf-8", "replace").decode()
+    param = param and param[:MAX_SHOWN_CHARS]
     return msgspec.json.encode({"error": {"message": printable, "type": kind, "param": param, "code": code}})
 
 

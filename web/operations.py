@@ -43,7 +43,7 @@ async def model(state: ServerState, name: str) -> Response:
     """The model of that name, or 404."""
     state.check_alive()
     if name != state.model_name:
-        raise ModelNotFound(f"model {name!r} is not served here; use {state.model_name!r}", param="model")
+        raise ModelNotFound(f"model {name!r:.80} is not served here; use {state.model_name!r}", param="model")
     return _json(_model(state))
 
 

@@ -26,6 +26,8 @@ from engine.sampling_params import (
 
 MAX_PROMPTS = 128
 """Most prompts in one completions request."""
+MAX_SHOWN_CHARS = 200
+"""Of a field's name or value that is told back."""
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
@@ -292,23 +294,26 @@ _WORDS = {
     ".type": ("function",),
 }
 """What a field may be that is one of a few words, by how its path ends: calls and tools are functions alone."""
-_FAULT = re.compile(r"(?P<fault>.*?)(?: - at `\$\.?(?P<path>.*)`)?", re.DOTALL)
+_PLACE = re.compile(r" - at `\$\.?(?P<path>[\w.\[\]]*)`$")
+"""Ends a message: the path holds our own names and numbers alone, whatever the value that is told before it."""
 _UNNAMED = re.compile(r"Object (?P<fault>contains unknown|missing required) field `(?P<field>.*)`", re.DOTALL)
 
 
 def _invalid_field(error: msgspec.ValidationError) -> InvalidRequest:
-    found = _FAULT.fullmatch(str(error))
-    fault, path = (found["fault"], found["path"] or "") if found else (str(error), "")
+    told = str(error)
+    found = _PLACE.search(told)
+    fault, path = (told[: found.start()], found["path"]) if found else (told, "")
+    unnamed = _UNNAMED.fullmatch(fault)
+    if unnamed is not None:
+        field = f"{path}.{unnamed['field']:.{MAX_SHOWN_CHARS}}".lstrip(".")
+        kind = "unknown" if "unknown" in unnamed["fault"] else "missing required"
+        return InvalidRequest(f"{kind} field {field!r}", param=field)
+    fault = f"{fault:.{MAX_SHOWN_CHARS}}"
     if fault.startswith("Invalid enum value"):
         known = next((words for end, words in _WORDS.items() if path.endswith(end)), ())
         fault += f"; known are {', '.join(known)}" if known else ""
-    unnamed = _UNNAMED.fullmatch(fault)
-    if unnamed is None:
-        is_named = not path or fault.startswith(f"{path}:")
-        return InvalidRequest(fault if is_named else f"{path}: {fault}", param=path or None)
-    field = f"{path}.{unnamed['field']}".lstrip(".")
-    kind = "unknown" if "unknown" in unnamed["fault"] else "missing required"
-    return InvalidRequest(f"{kind} field {field!r}", param=field)
+    is_named = not path or fault.startswith(f"{path}:")
+    return InvalidRequest(fault if is_named else f"{path}: {fault}", param=path or None)
 
 
 def _is_token_ids(value: Any) -> bool:

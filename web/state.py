@@ -78,7 +78,7 @@ class ServerState:
         if self.stopping:
             raise ServerStopping
         if model is not None and model != self.model_name:
-            raise ModelNotFound(f"model {model!r} is not served here; use {self.model_name!r}", param="model")
+            raise ModelNotFound(f"model {model!r:.80} is not served here; use {self.model_name!r}", param="model")
 
     @contextlib.contextmanager
     def answering(self, stream_labels: Callable[[], Iterable[str]], labels: Iterable[str] = ()) -> Iterator[None]:

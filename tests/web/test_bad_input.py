@@ -82,6 +82,7 @@ BAD = {
     ),
     "truncated to nothing": (None, {**CHAT, "truncate_prompt_tokens": 0}, 400, "at least 1, got 0"),
     "interval 0": (None, {**CHAT, "stream_interval": 0}, 400, "from 1 to 65536, got 0"),
+    "very long model": (None, {**CHAT, "model": "x" * 1_000_000}, 404, f"'{'x' * 79} is not served here; use 'null'"),
     "unknown model": (None, {**CHAT, "model": "gpt-9"}, 404, "'gpt-9' is not served here; use 'null'"),
     "bad JSON": (None, b'{"messages": [', 400, "not valid JSON"),
     "deep JSON": (None, b"[" * 100_000, 400, "nested too deeply"),

@@ -9,6 +9,7 @@ import pytest
 
 from engine.errors import InvalidRequest
 from web.chat_schemas import ChatCompletionRequest, decode_chat_completion
+from web.errors import error_body
 from web.schemas import convert, decode_completion, decode_object
 from web.tool_schemas import Function, Tool
 
@@ -268,3 +269,39 @@ def test_what_a_template_is_told_of_a_tool_holds_its_schema_and_no_copy() -> Non
     told = Tool(type="function", function=function).as_template_wants()
     assert told == {"type": "function", "function": {"name": "f", "parameters": schema}}
     assert told["function"]["parameters"] is schema
+
+
+LONG = "x" * 1_000_000
+ECHOED = [
+    ({LONG: 1}, LONG[:200], "unknown field 'xxx"),
+    ({"stream_options": {LONG: 1}}, f"stream_options.{LONG[:200]}", "unknown field 'stream_options.xxx"),
+    ({"messages": [{"role": LONG, "content": ""}]}, "messages[0].role", "; known are system, developer, user"),
+    ({"messages": [{"role": "` - at `$.a`", "content": ""}]}, "messages[0].role", "value '` - at `$.a`'; known are"),
+    ({"messages": [{"role": " - at `$.\n" * 9_000, "content": ""}]}, "messages[0].role", "value ' - at `$."),
+    ({"messages": [{"role": "user", "content": [{"type": LONG}]}]}, "messages[0].content[0]", "one of type 'xxx"),
+    ({"messages": [{"role": "user", "content": [{LONG: 1}]}]}, "messages[0].content[0]", "with fields ['xxx"),
+    ({"tool_choice": LONG}, "tool_choice", "known are none, auto"),
+    ({"logit_bias": {LONG: 1}}, "logit_bias", "got 'xxx"),
+    ({"structured_outputs": {LONG: 1}}, "structured_outputs", "unknown field 'xxx"),
+    ({"structured_outputs": {"structural_tag": {LONG[:60_000]: 1}}}, "structured_outputs", "alone, got ['xxx"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param", "says"), ECHOED, ids=range(len(ECHOED)))
+def test_however_long_what_is_wrong_is_the_answer_is_short_and_names_the_field(fields, param, says):
+    def ask() -> None:
+        request = chat(**fields)
+        request.sampling_params()
+        assert request.prompt
+
+    with pytest.raises(InvalidRequest) as refused:
+        ask()
+    assert refused.value.param == param
+    assert says in str(refused.value)
+    assert len(str(refused.value)) < 500
+
+
+def test_an_answer_is_short_whatever_the_message() -> None:
+    answer = json.loads(error_body(400, "é" * 1_000_000, param=LONG))["error"]
+    assert answer["message"].endswith("é... and 996000 more characters")
+    assert len(answer["param"]) == 200
