@@ -28,6 +28,7 @@ from engine.parser import make_parser
 from engine.program import EXIT_DEAD, EXIT_INTERRUPTED, EXIT_OK, EXIT_PIPE, EXIT_USAGE, then, with_engine
 from engine.progress import show_progress
 from engine.signals import run_until_stopped
+from engine.terminal import STANDARD_OUTPUT, show
 from transport.spawn import write_to_stderr
 
 logger = logging.getLogger("engine")
@@ -77,6 +78,8 @@ def _explain(error: BaseException) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_PIPE
     shortage = _SHORTAGES.get(getattr(error, "errno", None))
+    if shortage is not None and getattr(error, "filename", None) == STANDARD_OUTPUT:
+        shortage = "it takes no more: free some space there, or send it elsewhere"
     if shortage is not None:
         write_to_stderr(f"metronome: {error}: {shortage}")
         return EXIT_USAGE
@@ -155,13 +158,14 @@ def _models(options: argparse.Namespace) -> int:
     match options.action:
         case "pull":
             with show_progress() as progress:
-                print(pull(options.name, progress))
+                folder = pull(options.name, progress)
+            show(f"{folder}\n")
         case "check":
             from engine.models.check import check
 
             with show_progress() as progress:
                 said = check(options.name, progress)
-            print(said)
+            show(f"{said}\n")
         case _:
             _print_models(list_models())
     return EXIT_OK
@@ -177,8 +181,8 @@ def _print_models(models: list[ModelListing]) -> None:
         described = (model.architecture, context, model.weights, model.license, ", ".join(model.aliases))
         rows.append((model.name, cached, size, *(text or "-" for text in described)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    show("".join(f"{line}\n" for line in lines))
 
 
 _VERBS: dict[str, Callable[[argparse.Namespace], int]] = {

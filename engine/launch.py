@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import os
+import resource
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
@@ -50,6 +51,10 @@ from engine.server import EngineCoreServer
 from transport.services import open_services
 
 logger = logging.getLogger(__name__)
+
+MIN_OPEN_FILES, OPEN_FILES_AN_ENGINE = 56, 8
+"""What a process may have to open at least, and for each engine: a server with one idle engine has 26 open, and 6 more
+for each further one; an engine has 29."""
 
 Isolation = Literal["process", "thread"]
 Message = TypeVar("Message")
@@ -146,6 +151,19 @@ def check_face(isolation: str, trio: bool, data_parallel_size: int) -> None:
         raise ConfigError(
             f"isolation={isolation!r} with trio={trio} runs one engine, and data_parallel_size is "
             f"{data_parallel_size}: leave it out, or take open_engine with isolation 'process', or serve"
+        )
+    if isolation == "process":
+        _check_open_files(data_parallel_size)
+
+
+def _check_open_files(num_engines: int) -> None:
+    """Refuse a limit within which sockets between processes would fail, where ZeroMQ ends the whole process."""
+    need = MIN_OPEN_FILES + OPEN_FILES_AN_ENGINE * num_engines
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit != resource.RLIM_INFINITY and limit < need:
+        raise ConfigError(
+            f"this process may have {limit} files open, and {num_engines} engine{'s' * (num_engines > 1)} in "
+            f"processes of their own need {need}: raise `ulimit -n`"
         )
 
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import os
 import select
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 
 from trio.lowlevel import checkpoint, wait_readable, wait_writable
 
 MAX_WRITE_BYTES = select.PIPE_BUF
 """What a writable pipe takes without blocking."""
+STANDARD_OUTPUT = "standard output"
+"""The `filename` of an error that says that it takes nothing."""
 
 
 class LineReader:
@@ -51,11 +54,27 @@ class TextWriter:
 
         Raises:
             BrokenPipeError: The reader has gone.
+            OSError: It takes nothing; `filename` says that it is standard output.
         """
         rest = memoryview(text.encode(errors="replace"))
         while rest:
             await self._wait()
-            rest = rest[os.write(self._descriptor, rest[:MAX_WRITE_BYTES]) :]
+            with _telling_where():
+                rest = rest[os.write(self._descriptor, rest[:MAX_WRITE_BYTES]) :]
+
+
+def show(text: str) -> None:
+    """Write `text` to standard output, at once; raises as `TextWriter.send` does."""
+    with _telling_where():
+        print(text, end="", flush=True)
+
+
+@contextmanager
+def _telling_where() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, STANDARD_OUTPUT) from error
 
 
 def _waiter(descriptor: int, wait: Callable[[int], Awaitable[None]]) -> Callable[[], Awaitable[None]]:

@@ -342,14 +342,25 @@ def test_a_closed_standard_stream_is_no_reason_to_fail(closed: str) -> None:
     assert (ended.returncode, len(ended.stdout) > 0) == (0, ">&-" not in closed.replace("2>&-", ""))
 
 
-@pytest.mark.parametrize("most_files", [8, 16, 20])
-def test_too_few_files_that_may_be_open_are_told_in_one_line(most_files: int) -> None:
-    command = f"ulimit -n {most_files}; exec {sys.executable} -m engine generate null hi"
+@pytest.mark.parametrize(("most_files", "flags", "need"), [(11, "", 64), (63, "", 64), (71, "-dp 2", 72)])
+def test_too_few_files_that_may_be_open_are_told_in_one_line(most_files: int, flags: str, need: int) -> None:
+    command = f"ulimit -n {most_files}; exec {sys.executable} -m engine generate null hi {flags}"
     ended = subprocess.run(["sh", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == 2
-    assert ended.stderr.startswith("metronome: ")
+    assert ended.stderr.startswith(f"metronome: this process may have {most_files} files open, and ")
+    assert ended.stderr.endswith(f" need {need}: raise `ulimit -n`\n")
     assert ended.stderr.count("\n") == 1
-    assert "ulimit -n" in ended.stderr or "TMPDIR" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    "words", [["models"], ["generate", "null", "hi", "--max-tokens", "3"]], ids=lambda words: words[0]
+)
+def test_an_output_that_takes_no_more_is_told_of_and_no_folder_beside_it(words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        ended = subprocess.run([*MODULE, *words], cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert ended.returncode == 2
+    assert "No space left on device: 'standard output': it takes no more" in ended.stderr
+    assert "TMPDIR" not in ended.stderr
 
 
 def test_the_exit_code_is_the_same_where_standard_error_takes_nothing() -> None:

@@ -26,6 +26,7 @@ from engine.errors import ConfigError
 from engine.flags import settings_from
 from engine.program import EXIT_INTERRUPTED, EXIT_OK, until_stopped
 from engine.signals import run_until_stopped
+from engine.terminal import show
 
 
 def run_throughput(options: argparse.Namespace) -> int:
@@ -140,7 +141,7 @@ def _run(json: Path | None, body: Callable[[trio.Event], Awaitable[Report | None
 
 
 def _tell(report: Report, write: Callable[[str], None]) -> None:
-    print(report.render(), end="", flush=True)
+    show(report.render())
     write(report.as_text())
 
 
