@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NoReturn
+from typing import NoReturn, TextIO, cast
 
 import trio
 
@@ -29,7 +29,7 @@ from engine.program import EXIT_DEAD, EXIT_INTERRUPTED, EXIT_OK, EXIT_PIPE, EXIT
 from engine.progress import show_progress
 from engine.signals import run_until_stopped
 from engine.terminal import STANDARD_OUTPUT, show
-from transport.spawn import write_to_stderr
+from transport.standard_error import standard_error, write_to_stderr
 
 logger = logging.getLogger("engine")
 
@@ -52,7 +52,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
     try:
         options = parse(make_parser(), arguments)
         logging.basicConfig(
-            stream=sys.stderr,
+            stream=cast(TextIO, standard_error),
             level=getattr(options, "log_level", "info").upper(),
             format="%(asctime)s %(levelname)-7s %(name)s: %(message)s",
             force=True,

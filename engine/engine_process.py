@@ -59,7 +59,7 @@ from engine.watchdog import own_alarm
 from transport.channel import ReceiveChannel, RouterReceiveChannel, SendChannel
 from transport.process import open_child
 from transport.services import open_services
-from transport.spawn import write_to_stderr
+from transport.standard_error import write_to_stderr
 from transport.zmq_socket import SocketKind, ZmqSocket, open_context
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,6 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +20,8 @@ from types import FrameType
 from typing import Any
 
 import trio
+
+from transport.standard_error import write_to_stderr
 
 MAX_ALIKE = 3
 """Of sibling tasks that wait at the same lines, so many are shown; the rest are counted."""
@@ -58,15 +59,19 @@ def report() -> str:
 
 def write_report() -> None:
     """Write `report` to standard error, if that can be written to."""
-    with suppress(OSError, ValueError, AttributeError):  # a full disk, a reader that is gone; closed, or none at all
-        sys.stderr.write(f"{report()}\n")
-        sys.stderr.flush()
+    write_to_stderr(report())
 
 
 def write_stacks() -> None:
-    """Write the Python stack of every thread to standard error, if that has a descriptor."""
-    with suppress(OSError, RuntimeError):
-        faulthandler.dump_traceback(all_threads=True)
+    """Write the Python stack of every thread to standard error, if that can be written to."""
+    try:
+        with open(os.memfd_create("stacks"), "w+", encoding="utf-8", errors="replace") as stacks:
+            faulthandler.dump_traceback(stacks, all_threads=True)
+            stacks.seek(0)
+            write_to_stderr(stacks.read().rstrip())
+    except (AttributeError, OSError):  # not every system has such files; there may be too many open
+        with suppress(OSError, RuntimeError):
+            faulthandler.dump_traceback(all_threads=True)
 
 
 async def answer_signals(task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

@@ -13,7 +13,7 @@ import trio.testing
 import engine
 from engine.sampling_params import SamplingParams
 from engine.task_tree import answer_signals, report, telling
-from transport.spawn import write_to_stderr
+from transport.standard_error import write_to_stderr
 
 
 async def test_each_owner_of_state_tells_its_lines_while_its_block_lasts() -> None:

@@ -29,7 +29,7 @@ from transport.lines import MAX_LINE_BYTES, LineSplitter
 from transport.spawn import KILL_GRACE_S, returncode_of_zombie, signal_group, start_child
 from transport.spawn import child_guard as child_guard
 from transport.spawn import describe_exit as describe_exit
-from transport.spawn import write_to_stderr as write_to_stderr
+from transport.standard_error import write_to_stderr
 
 logger = logging.getLogger(__name__)
 teardown = logging.getLogger("teardown")

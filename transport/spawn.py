@@ -136,12 +136,6 @@ def describe_exit(name: str, returncode: int, stderr_tail: Sequence[str] = ()) -
     return f"{name} exited with status {returncode}{last_words}"
 
 
-def write_to_stderr(line: str) -> None:
-    """Pass a child's line on to this process's stderr; a lost terminal is no reason to end."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # it is gone or full; closed; or there is none
-        sys.stderr.write(line + "\n")
-
-
 def returncode_of_zombie(pid: int) -> int:
     """Return the exit status of a dead child, or minus the signal that killed it, and leave it a zombie."""
     end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)

@@ -20,8 +20,9 @@ from engine.executor.null import VOCAB_SIZE as NULL_VOCAB_SIZE
 from engine.flags import flags_of
 from engine.models import NULL_MODEL
 from engine.program import EXIT_USAGE
-from transport.process import Child, describe_exit, open_child, write_to_stderr
+from transport.process import Child, describe_exit, open_child
 from transport.services import open_services
+from transport.standard_error import write_to_stderr
 
 SURE_VOCAB_SIZE = 32000
 """Ids that every language model has; a server does not tell how many it has."""

@@ -41,7 +41,8 @@ from engine.protocol import ClientMessage, Configure, EngineHello, EngineMessage
 from transport.child_output import ChildOutput
 from transport.codec import DecodeError, Decoder, Encoder
 from transport.nonblocking_socket import CAN_RECEIVE, Context, NonblockingSocket, SocketKind, UnknownPeerError
-from transport.spawn import returncode_of_zombie, start_child, write_to_stderr
+from transport.spawn import returncode_of_zombie, start_child
+from transport.standard_error import write_to_stderr
 
 logger = logging.getLogger(__name__)
 
