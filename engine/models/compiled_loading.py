@@ -67,7 +67,7 @@ def load_compiled(
     team = Team(library, torch.get_num_threads(), round(config.spin * 1000))
     kv_dtype = _kv_dtype(config, dtype)
     forms = Forms(Form.of(config.quantization, dtype), Form.of(_head(config), dtype), Form.of_pages(kv_dtype))
-    int4 = _stored_int4(folder, forms.layers)
+    int4 = _stored_int4(folder, forms)
     names = {tensor.name for tensor in stored_tensors(folder)}
     reader = WeightReader(folder, len(names), progress)
 
@@ -80,17 +80,17 @@ def load_compiled(
     model = CompiledDecoder(shape, dtype, fill, rows, max_model_len, team, forms, int4)
     torch.set_num_threads(1)  # a team of torch's would spin after each little operation, on cores that ours needs
     logger.info(
-        "operations in C, layers %s%s, head %s, keys and values %s",
+        "operations in C, layers %s, head %s, keys and values %s%s",
         forms.layers.name.lower(),
-        f" ({len(int4)} tensors as they are stored)" if int4 else "",
         forms.head.name.lower(),
         forms.pages.name.lower(),
+        f"; {model.num_stored_int4} tensors in 4 bits as they are stored" if model.num_stored_int4 else "",
     )
     return BuiltModel(model, max_model_len, dtype, kv_dtype, CompiledPages, partial(greatest, team))
 
 
-def _stored_int4(folder: Path, layers: Form) -> dict[str, Callable[[], Int4]]:
-    if layers is not Form.INT4:
+def _stored_int4(folder: Path, forms: Forms) -> dict[str, Callable[[], Int4]]:
+    if Form.INT4 not in (forms.layers, forms.head):
         return {}
     from engine.models.gguf_blocks import stored_int4  # and the gguf package, for this form alone
 
