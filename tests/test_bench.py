@@ -6,11 +6,13 @@ import json
 import math
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import termios
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,7 +192,7 @@ def test_steps_are_timed_by_context_and_by_requests(model: str, byte_llama: Path
 @pytest.mark.parametrize(
     ("name", "flags", "figures", "tables"),
     [
-        ("throughput", ["--num-prompts", "4", "--profile"], ["output_throughput_tokens_per_s"], ["step"]),
+        ("throughput", ["--num-prompts", "4"], ["output_throughput_tokens_per_s"], []),
         ("latency", ["--num-prompts", "2"], ["output_throughput_tokens_per_s"], ["times"]),
         ("serve", ["--num-prompts", "6", "--num-streams", "3"], ["output_throughput_tokens_per_s"], ["times"]),
         (
@@ -213,6 +215,44 @@ def test_each_bench_prints_a_table_and_writes_json(
     assert report["bench"] == name
     assert all(report["figures"][figure] > 0 for figure in figures)
     assert all(report[table] for table in tables)
+
+
+def with_wide_heads(byte_llama: Path, folder: Path) -> Path:
+    """Return its like with heads of 16 numbers, as the operations in C want them."""
+    import transformers
+
+    shutil.copytree(byte_llama, folder)
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config = transformers.LlamaConfig.from_pretrained(byte_llama, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["throughput", "latency"])
+def test_a_profile_is_a_table_and_a_chrome_trace_of_the_same_times(name: str, byte_llama: Path, tmp_path: Path) -> None:
+    model = with_wide_heads(byte_llama, tmp_path / "model")
+    file, folder = tmp_path / "report.json", tmp_path / "new" / "traces"
+    limits = ["--num-prompts", "3", "--num-gpu-blocks-override", "64", "--max-model-len", "128", "--num-threads", "1"]
+    flags = ["--profile", "--profile-dir", str(folder), "--json", str(file)]
+    result = run(name, str(model), *SHORT, *limits, *flags)
+    assert (result.returncode, result.stderr) == (0, "")
+    (trace,) = folder.iterdir()
+    assert f"trace: {trace}, for chrome://tracing or ui.perfetto.dev" in result.stdout
+    report = json.loads(file.read_text())
+    assert report["files"] == {"trace": str(trace)}
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert all({"name", "cat", "ph", "pid", "tid", "args"} <= event.keys() for event in events)
+    num_steps = sum(event["cat"] == "steps" and event["args"].get("num_requests", 0) > 0 for event in events)
+    assert num_steps == {"throughput": 4, "latency": 12}[name]
+    spent_us: Counter[str] = Counter()
+    for event in events:
+        if event["ph"] == "X" and event["cat"] == "runner":
+            spent_us[event["name"]] += event["dur"]
+    assert {"flatten", "linear", "attend", "logits", "sample"} <= spent_us.keys()
+    for part, time_us in spent_us.items():
+        assert report["step"][part]["ms_a_step"] == pytest.approx(time_us / 1000 / num_steps), part
+    assert report["step"]["total"]["ms_a_step"] > sum(spent_us.values()) / 1000 / num_steps
 
 
 @pytest.mark.slow
@@ -259,6 +299,7 @@ def test_the_transport_is_measured_without_a_model(tmp_path: Path) -> None:
         (["throughput", "null", "--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
         (["throughput", "null", "--json", "no/such/folder"], "--json no/such/folder cannot be written"),
         (["throughput", "null", "--plot", "no/such/folder"], "--plot no/such/folder cannot be written"),
+        (["latency", "null", "--profile", "--profile-dir", "README.md"], "--profile-dir README.md cannot be written"),
         (
             ["throughput", "null", "--plot", os.devnull, "--max-model-len", "26", *SHORT],
             "--plot needs a context of 27 tokens, --max-model-len is 26",

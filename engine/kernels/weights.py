@@ -31,7 +31,7 @@ class Int4(NamedTuple):
     @classmethod
     def of(cls, weight: torch.Tensor) -> Int4:
         """Quantize `weight [outputs, inputs]`, inputs a multiple of 32, each group between its extremes."""
-        return cls.joined(map(cls._of_few, weight.split(PANELS_AT_ONCE * PANEL)))
+        return cls.joined(map(cls._of_few, torch.split(weight, PANELS_AT_ONCE * PANEL)))
 
     @classmethod
     def joined(cls, parts: Iterable[Int4]) -> Int4:
