@@ -32,7 +32,7 @@ from engine.model_runner.memory import (
 from engine.models.base import Model, ModelShape
 from engine.models.checkpoint import model_digest, stored_tensors
 from engine.models.memory_estimate import refuse_what_cannot_fit
-from engine.models.registry import build_model, own_shape
+from engine.models.registry import build_model, own_row_bytes, own_shape
 from engine.models.save import save_sharded
 from engine.outputs import (
     Capacity,
@@ -113,7 +113,9 @@ class ModelRunner:
         progress("weights", 0, 0)
         available = available_memory_bytes() // num_engines
         own = own_shape(self._folder, self._config)
-        logger.info("%s needs %s", self._folder, refuse_what_cannot_fit(self._folder, self._config, available, own))
+        row_bytes = 0 if own is None else own_row_bytes(self._folder, self._config, own)
+        estimate = refuse_what_cannot_fit(self._folder, self._config, available, own, row_bytes)
+        logger.info("%s needs %s", self._folder, estimate)
         built = build_model(self._folder, self._config, partial(progress, "weights"))
         self._model, max_model_len, dtype = built.model, built.max_model_len, built.dtype
         self._dtype, self._greatest = dtype, built.greatest or processors.greatest
@@ -122,7 +124,8 @@ class ModelRunner:
         spec = _kv_cache_spec(shape, built.kv_dtype)
         progress("profile", 0, 1)
         groups = spec.groups(max_model_len)
-        available = available_memory_bytes()
+        # A step takes its memory when it first comes.
+        available = max(0, available_memory_bytes() - num_engines * (estimate.logits_bytes + estimate.rows_bytes))
         num_blocks = choose_num_kv_blocks(
             spec, self._config, max_model_len, available, available // (4 * num_engines), MAX_CONCURRENT_PLANS
         )

@@ -77,6 +77,23 @@ class Forms(NamedTuple):
     pages: Form
 
 
+def row_bytes(config: DecoderConfig, forms: Forms) -> int:
+    """Return the memory that a row of a step takes between the operations, its scores of tokens left out."""
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    numbers = [*[config.hidden_size] * 4, queries + 2 * keys, queries, config.intermediate_size]  # the last norm twice
+    inputs = {(size, forms.layers) for size in (config.hidden_size, queries, config.intermediate_size)}
+    inputs.add((config.hidden_size, forms.head))
+    return (
+        4 * sum(numbers)
+        + config.num_heads * forms.pages.query_bytes(config.head_dim)
+        + sum(form.row_bytes(_padded(size)) for size, form in inputs)
+    )
+
+
+def _padded(num_inputs: int) -> int:
+    return num_inputs + -num_inputs % INPUT_MULTIPLE
+
+
 class CompiledDecoder:
     """A `Model` whose step is one call into C.
 
@@ -251,7 +268,7 @@ class CompiledDecoder:
         """Describe the change of rows into inputs of products with weights of `form`, that of layers by default."""
         form = form or self._forms.layers
         operation = self._norm(norm, rows, self._input(size, form), form, size, size)
-        operation.out_stride = size + -size % INPUT_MULTIPLE
+        operation.out_stride = _padded(size)
         return operation
 
     def _norm(
@@ -337,8 +354,7 @@ class CompiledDecoder:
     def _input(self, size: int, form: Form) -> torch.Tensor:
         """Return the room for inputs of products over `size` numbers; what pads them stays zero."""
         if (size, form) not in self._inputs:
-            row_bytes = form.row_bytes(size + -size % INPUT_MULTIPLE)
-            self._inputs[size, form] = self._room(row_bytes, torch.uint8)
+            self._inputs[size, form] = self._room(form.row_bytes(_padded(size)), torch.uint8)
         return self._inputs[size, form]
 
     def _room(self, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:

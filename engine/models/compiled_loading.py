@@ -17,7 +17,7 @@ from engine.kernels.operations import Form, Team, greatest
 from engine.kernels.weights import Int4
 from engine.models.base import BuiltModel
 from engine.models.checkpoint import EMBEDDING, HEAD, stored_tensors
-from engine.models.compiled_decoder import CompiledDecoder, Forms, why_not
+from engine.models.compiled_decoder import CompiledDecoder, Forms, row_bytes, why_not
 from engine.models.decoder_config import DecoderConfig
 from engine.models.weights import WeightReader
 
@@ -51,8 +51,7 @@ def load_compiled(
     if config.kernels == "torch":
         return None
     is_quantized = config.quantization != "none"
-    if dtype == torch.float16 and config.dtype == "auto":
-        dtype = torch.bfloat16
+    dtype = _read_as(dtype, config)
     reason, library = why_not(shape, config.block_size, dtype, is_quantized=is_quantized), None
     try:
         library = load() if reason is None else None
@@ -66,7 +65,7 @@ def load_compiled(
         return None
     team = Team(library, torch.get_num_threads(), round(config.spin * 1000))
     kv_dtype = _kv_dtype(config, dtype)
-    forms = Forms(Form.of(config.quantization, dtype), Form.of(_head(config), dtype), Form.of_pages(kv_dtype))
+    forms = _forms(config, dtype)
     int4 = _stored_int4(folder, forms)
     names = {tensor.name for tensor in stored_tensors(folder)}
     reader = WeightReader(folder, len(names), progress)
@@ -87,6 +86,22 @@ def load_compiled(
         f"; {model.num_stored_int4} tensors in 4 bits as they are stored" if model.num_stored_int4 else "",
     )
     return BuiltModel(model, max_model_len, dtype, kv_dtype, CompiledPages, partial(greatest, team))
+
+
+def step_row_bytes(shape: DecoderConfig, config: EngineConfig, dtype: torch.dtype) -> int:
+    """Return the memory that a row of a step takes where the operations in C run `shape`; 0 where they cannot."""
+    dtype = _read_as(dtype, config)
+    reason = why_not(shape, config.block_size, dtype, is_quantized=config.quantization != "none")
+    return 0 if reason is not None or config.kernels == "torch" else row_bytes(shape, _forms(config, dtype))
+
+
+def _read_as(dtype: torch.dtype, config: EngineConfig) -> torch.dtype:
+    return torch.bfloat16 if dtype == torch.float16 and config.dtype == "auto" else dtype
+
+
+def _forms(config: EngineConfig, dtype: torch.dtype) -> Forms:
+    pages = Form.of_pages(_kv_dtype(config, dtype))
+    return Forms(Form.of(config.quantization, dtype), Form.of(_head(config), dtype), pages)
 
 
 def _stored_int4(folder: Path, forms: Forms) -> dict[str, Callable[[], Int4]]:
