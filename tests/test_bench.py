@@ -11,10 +11,12 @@ import signal
 import subprocess
 import sys
 import termios
+import time
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -25,6 +27,7 @@ import engine
 from engine.bench.abort import Cuts, abort
 from engine.bench.forms import FORMS
 from engine.bench.http_client import Address
+from engine.bench.latency import latency
 from engine.bench.perplexity import perplexity
 from engine.bench.plot import Panel, draw
 from engine.bench.profile import StepProfile
@@ -111,11 +114,36 @@ def test_profiling_changes_no_token_and_leaves_no_timer() -> None:
     assert 0 < profile.python_share() < 100
 
 
-def test_the_cost_of_logprobs_is_measured_against_runs_without(byte_llama: Path) -> None:
+def test_the_cost_of_logprobs_is_measured_against_runs_without(
+    byte_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent_s, generate = 0.0, engine.LLM.generate
+
+    def timed(llm: engine.LLM, prompts: Any, params: engine.SamplingParams, use_tqdm: bool) -> list[Any]:
+        nonlocal spent_s
+        spent_s += 2.0 if params.logprobs is None else 3.0
+        outputs = generate(llm, prompts, params, use_tqdm)
+        assert all((output.outputs[0].logprobs is None) == (params.logprobs is None) for output in outputs)
+        assert not any(output.num_cached_tokens for output in outputs)
+        return outputs
+
+    monkeypatch.setattr(engine.LLM, "generate", timed)
+    monkeypatch.setattr(
+        "engine.bench.throughput.time", SimpleNamespace(process_time=lambda: spent_s, perf_counter=time.perf_counter)
+    )
     config = EngineConfig(model=str(byte_llama), num_threads=1, num_gpu_blocks_override=64, max_model_len=128)
-    report = throughput(config, Workload(2, 4, 3, seed=0), is_profiled=False, num_logprobs=20).as_json()
+    report = throughput(config, Workload(2, 40, 3, seed=0), is_profiled=False, num_logprobs=20).as_json()
     assert report["settings"]["logprobs"] == 20
-    assert report["figures"]["logprobs_in_processor_time_percent"] > -100
+    assert report["figures"]["logprobs_in_processor_time_percent"] == 50
+    assert spent_s == 3 + 2 * (2 + 3)
+
+
+def test_no_stream_of_bench_latency_finds_its_prompt_in_the_cache(tmp_path: Path) -> None:
+    config = EngineConfig(model="null", log_level="warning", profile_dir=str(tmp_path))
+    assert trio.run(latency, config, Workload(2, 64, 2, seed=0), True, trio.Event()) is not None
+    (trace,) = tmp_path.iterdir()
+    steps = [event["args"] for event in json.loads(trace.read_bytes())["traceEvents"] if event["cat"] == "steps"]
+    assert [step["num_tokens"] for step in steps if step.get("num_requests")] == [64, 1] * 2
 
 
 def test_what_forms_cost_is_measured_as_a_part_of_each_step_and_nothing_of_it_is_left() -> None:

@@ -143,13 +143,13 @@ def test_bits_do_not_depend_on_chunks_neighbours_or_threads(
         assert torch.equal(torch.cat(pieces), whole[: sum(map(len, pieces))])
 
 
-@pytest.mark.parametrize("forms", FORMS)
+@pytest.mark.parametrize("forms", [forms for forms in FORMS if forms != "float32"])
 def test_quantized_logits_are_near_those_of_float32(make_checkpoint: Any, forms: str) -> None:
     folder, _ = make_checkpoint("llama", **HEADS)
     tokens = draw_prompt(60, seed=2)
     (exact,), (found,) = Stack(folder).logits([(0, tokens, 0)]), Stack(folder, FORMS[forms]).logits([(0, tokens, 0)])
     error = (found - exact).norm() / exact.norm()
-    assert error < {"float32": 1e-5, "bfloat16": 0.03, "int8": 0.05}.get(forms, 0.3), error
+    assert error < {"bfloat16": 0.03, "int8": 0.05}.get(forms, 0.3), error
 
 
 def start(folder: Path, **settings: Any) -> ModelRunner:
