@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from engine.attention.base import AttentionPages
-from engine.config import MAX_THREADS, EngineConfig
+from engine.config import EngineConfig
 from engine.errors import Cause
 from engine.kv_cache.spec import NULL_BLOCK, KVCacheSpec, choose_num_kv_blocks, num_blocks_for
 from engine.model_runner.input_batch import InputBatch, LateTokens, flatten
@@ -28,6 +28,7 @@ from engine.model_runner.memory import (
     give_back_memory,
     held_memory_bytes,
     num_available_cores,
+    step_threads,
 )
 from engine.models.base import Model, ModelShape
 from engine.models.checkpoint import model_digest, stored_tensors
@@ -106,8 +107,7 @@ class ModelRunner:
         """
         # Engines of one front start together, on the same cores and the same memory.
         num_engines = self._config.data_parallel_size
-        share = min(MAX_THREADS, max(1, num_available_cores() // num_engines))
-        num_threads = self._num_threads = self._config.num_threads or share
+        num_threads = self._num_threads = self._config.num_threads or step_threads(num_available_cores(), num_engines)
         torch.set_num_threads(num_threads)
         shared = f", which {num_engines} engines share" if num_engines > 1 else ""
         logger.info("threads: %d, cores: %d%s", num_threads, num_available_cores(), shared)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.model_runner.memory import available_memory_bytes, num_available_cores
+from engine.model_runner.memory import available_memory_bytes, num_available_cores, step_threads
 
 
 @pytest.fixture
@@ -109,3 +109,11 @@ def test_cores_are_those_that_the_process_is_bound_to() -> None:
     code = "from engine.model_runner.memory import num_available_cores; print(num_available_cores())"
     bound = f"import os; os.sched_setaffinity(0, [min(os.sched_getaffinity(0))]); {code}"
     assert subprocess.run([sys.executable, "-c", bound], capture_output=True, check=True).stdout == b"1\n"
+
+
+@pytest.mark.parametrize(
+    ("num_cores", "num_engines", "expected"),
+    [(1, 1, 1), (2, 1, 2), (2, 4, 1), (15, 1, 15), (16, 1, 15), (64, 1, 60), (64, 4, 15), (1000, 1, 256)],
+)
+def test_a_step_has_all_cores_but_one_in_sixteen(num_cores: int, num_engines: int, expected: int) -> None:
+    assert step_threads(num_cores, num_engines) == expected
