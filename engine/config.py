@@ -161,7 +161,7 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
         Annotated[
             int,
             Meta(
-                description="threads a tensor operation may use; an equal share of the cores when unset, of which one in 16 is left free",
+                description="threads of a step; when unset an equal share of the cores, one in 16 of which is left",
                 ge=1,
                 le=MAX_THREADS,
             ),

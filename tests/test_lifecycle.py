@@ -46,7 +46,7 @@ def test_a_stop_has_one_order(start_server: Any, drain_s: str, max_tokens: int, 
 
 
 def test_what_compiled_grammars_ends_after_the_last_word_and_before_the_executor(start_server: Any) -> None:
-    server = start_server("null", "--log-level", "debug")
+    server = start_server("null", "--log-level", "debug", "--grammar-answer-time", "60")
     with server.post("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "[a-z]{3}"}}) as response:
         assert response.status == 200
     server.process.send_signal(signal.SIGTERM)

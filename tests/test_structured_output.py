@@ -182,7 +182,7 @@ async def test_a_process_that_cannot_try_grammars_fails_the_request_that_needs_i
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("engine.grammar_compiler._MAIN", "raise SystemExit(3)")
-    async with engine.open_engine("null", isolation="thread") as llm:
+    async with engine.open_engine("null", isolation="thread", grammar_answer_time=60) as llm:
         (output,) = (await collect(llm, params_of({"choice": ["a"]}))).outputs
         assert output.error is not None
         assert output.error.type == "GrammarTrialDied"

@@ -137,7 +137,7 @@ class Product(ctypes.Structure):
     """Rows times a packed weight."""
 
     _fields_ = _fields(
-        (c_int32, "kind form num_outputs num_inputs epilogue activation"),
+        (c_int32, "kind form num_outputs num_inputs epilogue activation out_form"),
         (c_float, "multiplier"),
         (c_void_p, "weight scales bias in_ out"),
         (c_int64, "out_stride"),
@@ -164,9 +164,9 @@ class Attend(ctypes.Structure):
     """Rows over the keys up to their own."""
 
     _fields_ = [
-        *_fields((c_int32, "kind form num_heads num_kv_heads head_size window group")),
+        *_fields((c_int32, "kind form num_heads num_kv_heads head_size window group out_form")),
         ("places", PagePlaces),
-        *_fields((c_float, "scale cap"), (c_void_p, "sinks queries out")),
+        *_fields((c_float, "scale cap"), (c_void_p, "sinks queries out"), (c_int64, "out_stride")),
     ]
 
 

@@ -35,8 +35,8 @@ def num_available_cores(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs
 def step_threads(num_cores: int, num_engines: int) -> int:
     """Return the threads for a step of one of `num_engines` that share the cores: one core in 16 is left to the rest.
 
-    Front end, messages and text take 7 to 10 % of the processor time at many streams of a small model: on few cores they
-    find a moment between two steps, and every core is worth more to the step (see ARCHITECTURE.md).
+    Front end, messages and text take 7 to 10 % of the processor time at many streams of a small model: on few cores
+    they find a moment between two steps, and every core is worth more to the step (see ARCHITECTURE.md).
     """
     return min(MAX_THREADS, max(1, (num_cores - num_cores // 16) // num_engines))
 

@@ -18,6 +18,7 @@ from engine.errors import ConfigError
 from engine.kernels.memory import Arena, pointer, zeros
 from engine.kernels.operations import (
     ACTIVATIONS,
+    DTYPES,
     INPUT_MULTIPLE,
     LANES,
     MAX_HEAD,
@@ -77,12 +78,23 @@ class Forms(NamedTuple):
     pages: Form
 
 
+class _HandedOn(NamedTuple):
+    """Where rows are written, in what form and with what stride; what makes inputs of a product of them, and those."""
+
+    out: torch.Tensor
+    written: tuple[Form, int]
+    prepared: list[Norm]
+    rows: torch.Tensor
+
+
 def row_bytes(config: DecoderConfig, forms: Forms) -> int:
     """Return the memory that a row of a step takes between the operations, its scores of tokens left out."""
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    numbers = [*[config.hidden_size] * 4, queries + 2 * keys, queries, config.intermediate_size]  # the last norm twice
-    inputs = {(size, forms.layers) for size in (config.hidden_size, queries, config.intermediate_size)}
-    inputs.add((config.hidden_size, forms.head))
+    handed_on = [queries, config.intermediate_size]
+    numbers = [*[config.hidden_size] * 4, queries + 2 * keys]  # what the last norm gives twice
+    numbers += [] if forms.layers in DTYPES else handed_on
+    inputs = [(size, forms.layers) for size in handed_on]
+    inputs += [(config.hidden_size, form) for form in {forms.layers, forms.head}]
     return (
         4 * sum(numbers)
         + config.num_heads * forms.pages.query_bytes(config.head_dim)
@@ -90,8 +102,8 @@ def row_bytes(config: DecoderConfig, forms: Forms) -> int:
     )
 
 
-def _padded(num_inputs: int) -> int:
-    return num_inputs + -num_inputs % INPUT_MULTIPLE
+def _padded(size: int) -> int:
+    return size + -size % INPUT_MULTIPLE
 
 
 class CompiledDecoder:
@@ -133,17 +145,17 @@ class CompiledDecoder:
         self._max_rows = -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE
         self.num_stored_int4 = 0
         self._memory: list[Any] = []
+        self._inputs: dict[tuple[int, Form], torch.Tensor] = {}
         self._arena = arena = Arena()
         self._hidden = self._room(config.hidden_size)
         self._normed = self._room(config.hidden_size)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self._qkv = self._room(queries + 2 * keys)
         self._queries = self._room(config.num_heads * forms.pages.query_bytes(config.head_dim), torch.uint8)
-        self._attended = self._room(queries)
-        self._gated = self._room(config.intermediate_size)
+        self._attended = self._handed_on(queries)
+        self._gated = self._handed_on(config.intermediate_size)
         self._output = self._room(config.hidden_size)
         self._logits = torch.empty(0)
-        self._inputs: dict[tuple[int, Form], torch.Tensor] = {}
         self._rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         for rope in {rope for rope in config.ropes if rope}:
             rotary = RotaryEmbedding(rope, max_model_len, torch.float32)
@@ -229,7 +241,7 @@ class CompiledDecoder:
         norms = [layer.norms.get(name) if name else None for name in NORM_NAMES[config.traits.norm_places]]
         operations = [
             self._prepared(norms[0], self._hidden, config.hidden_size),
-            self._linear(layer.qkv, config.hidden_size, self._qkv, width),
+            self._linear(layer.qkv, self._input(config.hidden_size), self._qkv, width),
         ]
         for name, first, size in (("q_norm", 0, queries), ("k_norm", queries, keys)):
             if name in layer.head_norms:
@@ -246,28 +258,38 @@ class CompiledDecoder:
         attend.scale, attend.cap = config.attention_scale, config.attention_softcap or 0.0
         rotate.cosines, rotate.sines, rotate.qkv = pointer(cosines), pointer(sines), pointer(self._qkv)
         rotate.queries = attend.queries = pointer(self._queries)
-        attend.out = pointer(self._attended)
-        operations.append(self._prepared(None, self._attended, queries))
-        operations += self._added(layer.output, queries, norms[1])
-        operations += [
-            self._prepared(norms[2], self._hidden, config.hidden_size),
-            self._linear(mlp.gate_up, config.hidden_size, self._gated, config.intermediate_size, Epilogue.GATE),
-            self._prepared(None, self._gated, config.intermediate_size),
-        ]
-        return operations + self._added(mlp.down, config.intermediate_size, norms[3])
+        attend.out, attend.out_form, attend.out_stride = pointer(self._attended.out), *self._attended.written
+        operations += self._attended.prepared
+        operations += self._added(layer.output, self._attended.rows, norms[1])
+        gate = self._linear(mlp.gate_up, self._input(config.hidden_size), self._gated.out, 0, Epilogue.GATE)
+        gate.out_form, gate.out_stride = self._gated.written
+        operations += [self._prepared(norms[2], self._hidden, config.hidden_size), gate, *self._gated.prepared]
+        return operations + self._added(mlp.down, self._gated.rows, norms[3])
 
-    def _added(self, linear: Linear, num_inputs: int, norm: DecoderNorm | None) -> list[ctypes.Structure]:
+    def _added(self, linear: Linear, rows: torch.Tensor, norm: DecoderNorm | None) -> list[ctypes.Structure]:
         size, multiplier = self.config.hidden_size, self.config.residual_multiplier
         if norm is None:
-            return [self._linear(linear, num_inputs, self._hidden, size, Epilogue.ADD)]
+            return [self._linear(linear, rows, self._hidden, size, Epilogue.ADD)]
         added = self._norm(norm, self._output, self._hidden, Form.FLOAT32)
         added.adds, added.multiplier = 1, multiplier
-        return [self._linear(linear, num_inputs, self._output, size), added]
+        return [self._linear(linear, rows, self._output, size), added]
+
+    def _handed_on(self, size: int) -> _HandedOn:
+        """Make room for rows that one operation writes and a product of the layers takes."""
+        form = self._forms.layers
+        rows = self._room(form.row_bytes(_padded(size)), torch.uint8)
+        if form in DTYPES:
+            return _HandedOn(rows, (form, _padded(size)), [], rows)
+        out = self._room(size)
+        return _HandedOn(out, (Form.FLOAT32, size), [self._changed(None, out, rows, form, size)], rows)
 
     def _prepared(self, norm: DecoderNorm | None, rows: torch.Tensor, size: int, form: Form | None = None) -> Norm:
         """Describe the change of rows into inputs of products with weights of `form`, that of layers by default."""
         form = form or self._forms.layers
-        operation = self._norm(norm, rows, self._input(size, form), form, size, size)
+        return self._changed(norm, rows, self._input(size, form), form, size)
+
+    def _changed(self, norm: DecoderNorm | None, rows: torch.Tensor, out: torch.Tensor, form: Form, size: int) -> Norm:
+        operation = self._norm(norm, rows, out, form, size, size)
         operation.out_stride = _padded(size)
         return operation
 
@@ -293,11 +315,11 @@ class CompiledDecoder:
         return operation
 
     def _linear(
-        self, linear: Linear, num_inputs: int, out: torch.Tensor, stride: int, epilogue: Epilogue = Epilogue.STORE
+        self, linear: Linear, rows: torch.Tensor, out: torch.Tensor, stride: int, epilogue: Epilogue = Epilogue.STORE
     ) -> Product:
-        """Describe a layer's product, its weight packed."""
+        """Describe a layer's product with `rows`, its weight packed."""
         packed = self._packed(linear.weight, linear.bias, self._forms.layers, is_interleaved=epilogue is Epilogue.GATE)
-        return self._product(packed, num_inputs, out, stride, epilogue)
+        return self._product(packed, rows, out, stride, epilogue)
 
     def _packed(
         self, weight: torch.Tensor, bias: torch.Tensor | None, form: Form, *, is_interleaved: bool = False
@@ -310,13 +332,18 @@ class CompiledDecoder:
         return self._keep(PackedWeight(weight, bias, form, int4, self._arena))
 
     def _product(
-        self, packed: PackedWeight, num_inputs: int, out: torch.Tensor, stride: int, epilogue: Epilogue = Epilogue.STORE
+        self,
+        packed: PackedWeight,
+        rows: torch.Tensor,
+        out: torch.Tensor,
+        stride: int,
+        epilogue: Epilogue = Epilogue.STORE,
     ) -> Product:
         activation = ACTIVATIONS[self.config.activation]
         operation = Product(Kind.LINEAR, packed.form, packed.num_outputs, packed.num_inputs, epilogue, activation)
         operation.multiplier = self.config.residual_multiplier
         operation.weight, operation.scales = pointer(packed.data), pointer(packed.scales)
-        operation.bias, operation.in_ = pointer(packed.bias), pointer(self._input(num_inputs, packed.form))
+        operation.bias, operation.in_ = pointer(packed.bias), pointer(rows)
         operation.out, operation.out_stride = pointer(out), stride
         return operation
 
@@ -345,14 +372,15 @@ class CompiledDecoder:
     def _logits_program(self, head: PackedWeight) -> tuple[list[Any], Program]:
         hidden_size, vocab_size = self.config.hidden_size, self.config.vocab_size
         prepare = self._prepared(None, self._hidden, hidden_size, head.form)
-        product = self._product(head, hidden_size, self._output, vocab_size)
+        product = self._product(head, self._input(hidden_size, head.form), self._output, vocab_size)
         cap = Cap(Kind.CAP, self.config.vocab_size, self.config.logits_divisor, self.config.logits_softcap or 0.0)
         operations = [prepare, product, cap]
         changes = self.config.logits_divisor != 1 or self.config.logits_softcap
         return operations, Program(operations if changes else operations[:2], [])
 
-    def _input(self, size: int, form: Form) -> torch.Tensor:
-        """Return the room for inputs of products over `size` numbers; what pads them stays zero."""
+    def _input(self, size: int, form: Form | None = None) -> torch.Tensor:
+        """Return the room for `size` inputs of products with weights of `form`; what pads them stays zero."""
+        form = form or self._forms.layers
         if (size, form) not in self._inputs:
             self._inputs[size, form] = self._room(form.row_bytes(_padded(size)), torch.uint8)
         return self._inputs[size, form]

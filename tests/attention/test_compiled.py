@@ -13,7 +13,7 @@ from engine.attention.compiled import CompiledPages
 from engine.attention.reference import ReferenceAttention
 from engine.kernels.library import load, supported_variants
 from engine.kernels.memory import pointer, zeros
-from engine.kernels.operations import Attend, Form, Kind, Program, Rotate, Team
+from engine.kernels.operations import DTYPES, Attend, Form, Kind, Program, Rotate, Team
 from engine.kv_cache.spec import KVCacheSpec
 
 torch.set_num_threads(1)
@@ -41,6 +41,7 @@ class Attention:
         cap: float | None = None,
         sinks: torch.Tensor | None = None,
         num_threads: int = 1,
+        out_form: Form = Form.FLOAT32,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what the operations in C and the readable attention give for `qkv [rows, heads + 2 K/V heads, d]`."""
         num_heads, num_kv_heads, head_dim = self.sizes
@@ -53,15 +54,17 @@ class Attention:
         positions = np.concatenate([np.arange(row.start, row.start + row.num_rows) for row in rows])
         step.positions = pointer(positions)
         queries = zeros(len(qkv) * num_heads * self.form.query_bytes(head_dim), torch.uint8)
-        out = torch.zeros(len(qkv), num_heads, head_dim)
+        out = torch.zeros(len(qkv), num_heads + 1, head_dim, dtype=DTYPES[out_form])  # rows are a head apart
         group, places = self.pages.places(0)
         rotate = Rotate(Kind.ROTATE, self.form, *sizes, 0, group, places)
-        attend = Attend(Kind.ATTEND, self.form, *sizes, window or 0, group, places, head_dim**-0.5, cap or 0.0)
+        attend = Attend(Kind.ATTEND, self.form, *sizes, window or 0, group, out_form, places)
+        attend.scale, attend.cap, attend.out_stride = head_dim**-0.5, cap or 0.0, (num_heads + 1) * head_dim
         rotate.qkv, rotate.queries = pointer(qkv), pointer(queries)
         attend.queries, attend.out = pointer(queries), pointer(out)
         attend.sinks = pointer(sinks)
         Program([rotate, attend], [kept]).run(step, Team(self.library, num_threads, 20_000))
-        return out, expected
+        assert not out[:, num_heads].any()
+        return out[:, :num_heads], expected
 
 
 def rows_of(*parts: tuple[int, int]) -> list[RequestRows]:
@@ -80,6 +83,16 @@ def draw(num_rows: int, num_heads: int, head_dim: int) -> torch.Tensor:
 
 
 TOLERANCE = {Form.FLOAT32: 2e-6, Form.BFLOAT16: 0.02, Form.INT8: 0.04}
+
+
+@pytest.mark.parametrize("variant", supported_variants())
+@pytest.mark.parametrize("form", TOLERANCE)
+def test_it_is_written_in_bfloat16_where_that_is_asked_for(form: Form, variant: str) -> None:
+    attention = Attention(form, 6, 2, 64, variant)
+    qkv = draw(43, 10, 64)
+    wide, _ = attention.run(qkv, rows_of((0, 40), (3, 3)))
+    narrow, _ = attention.run(qkv, rows_of((0, 40), (3, 3)), out_form=Form.BFLOAT16)
+    assert torch.equal(narrow, wide.bfloat16())
 
 
 @pytest.mark.parametrize("variant", supported_variants())

@@ -34,7 +34,8 @@ PARTS = [[65] * 9, [66] * 7, [67]]
 
 
 def open_null(**settings: Any) -> Any:
-    return engine.open_engine("null", **{"isolation": "thread", "log_level": "error", **settings})
+    defaults: dict[str, Any] = {"isolation": "thread", "log_level": "error", "grammar_answer_time": 60}
+    return engine.open_engine("null", **defaults | settings)
 
 
 def answers(*parts: Sequence[int], max_tokens: int = 3) -> list[list[int]]:

@@ -106,7 +106,7 @@ def test_products_are_those_of_what_is_stored(
     norm, room = prepare(rows, form)
     packed = PackedWeight(weight, bias, form)
     out = torch.zeros(num_rows, num_outputs)
-    product = Product(Kind.LINEAR, form, num_outputs, packed.num_inputs, Epilogue.STORE, 0, 1.0)
+    product = Product(Kind.LINEAR, form, num_outputs, packed.num_inputs, Epilogue.STORE, 0, 0, 1.0)
     product.weight, product.scales, product.bias = pointer(packed.data), pointer(packed.scales), pointer(packed.bias)
     product.in_, product.out, product.out_stride = pointer(room), pointer(out), num_outputs
     run(team, num_rows, [norm, product], room, packed)
@@ -123,16 +123,20 @@ def test_a_product_may_be_added_times_a_factor_or_gated(team: Team, form: Form) 
         for activation, function in ((0, torch.nn.functional.silu), (1, _gelu)):
             of = PackedWeight(packed, None, form)
             out = before.clone()
-            product = Product(Kind.LINEAR, form, 64, of.num_inputs, epilogue, activation, 0.7)
+            product = Product(Kind.LINEAR, form, 64, of.num_inputs, epilogue, activation, 0, 0.7)
             product.weight, product.scales, product.in_ = pointer(of.data), pointer(of.scales), pointer(room)
             product.out, product.out_stride = pointer(out), 64
             run(team, 3, [norm, product], room, of)
             if epilogue is Epilogue.ADD:
                 torch.testing.assert_close(out.double(), before + 0.7 * expected, rtol=0, atol=3e-4)
-            else:
-                gate, up = expected.chunk(2, dim=1)
-                torch.testing.assert_close(out[:, :32].double(), function(gate) * up, rtol=0, atol=3e-3)
-                assert torch.equal(out[:, 32:], before[:, 32:])
+                continue
+            gate, up = expected.chunk(2, dim=1)
+            torch.testing.assert_close(out[:, :32].double(), function(gate) * up, rtol=0, atol=3e-3)
+            assert torch.equal(out[:, 32:], before[:, 32:])
+            narrow = before.bfloat16()
+            product.out, product.out_form = pointer(narrow), Form.BFLOAT16
+            run(team, 3, [norm, product], room, of)
+            assert torch.equal(narrow[:, :32], out[:, :32].bfloat16())
 
 
 def _gelu(rows: torch.Tensor) -> torch.Tensor:
@@ -187,7 +191,7 @@ def test_a_group_of_tiny_inputs_harms_nothing(team: Team, form: Form, tiny: floa
     rows[0, :32] = tiny
     norm, room = prepare(rows, form)
     packed, out = PackedWeight(weight, None, form), torch.zeros(1, 64)
-    product = Product(Kind.LINEAR, form, 64, packed.num_inputs, Epilogue.STORE, 0, 1.0)
+    product = Product(Kind.LINEAR, form, 64, packed.num_inputs, Epilogue.STORE, 0, 0, 1.0)
     product.weight, product.scales, product.in_ = pointer(packed.data), pointer(packed.scales), pointer(room)
     product.out, product.out_stride = pointer(out), 64
     run(team, 1, [norm, product], room, packed)
@@ -203,7 +207,7 @@ def test_what_is_no_number_does_not_become_one(team: Team, form: Form, bad: floa
     norm, room = prepare(rows, form)
     packed = PackedWeight(weight, None, form)
     out = torch.zeros(2, 64)
-    product = Product(Kind.LINEAR, form, 64, packed.num_inputs, Epilogue.STORE, 0, 1.0)
+    product = Product(Kind.LINEAR, form, 64, packed.num_inputs, Epilogue.STORE, 0, 0, 1.0)
     product.weight, product.scales, product.in_ = pointer(packed.data), pointer(packed.scales), pointer(room)
     product.out, product.out_stride = pointer(out), 64
     run(team, 2, [norm, product], room, packed)

@@ -137,13 +137,14 @@ async def _open_served(
     drain_s: float = 0.0,
     max_body_bytes: int = 2**22,
     serve_config: ServeConfig | None = None,
+    grammar_answer_time: float = 15,  # however busy the machine is
     **settings: Any,
 ) -> AsyncIterator[Served]:
     """Serve an engine; leaving it stops the server in order and then the engine."""
     config = serve_config or ServeConfig(port=0)
     with trio.fail_after(20):  # a test that hangs fails
         async with (
-            open_engine(model, isolation="thread", **settings) as engine,
+            open_engine(model, isolation="thread", grammar_answer_time=grammar_answer_time, **settings) as engine,
             open_listeners(config) as listeners,
             trio.open_nursery() as nursery,
         ):
@@ -177,5 +178,5 @@ def open_served() -> Callable[..., contextlib.AbstractAsyncContextManager[Served
 @pytest.fixture
 async def served() -> AsyncIterator[Served]:
     """A server of a null engine with a step time of 0, in which forms have time beside all of its steps."""
-    async with _open_served(grammar_answer_time=15) as served:
+    async with _open_served() as served:
         yield served

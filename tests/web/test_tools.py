@@ -203,7 +203,7 @@ async def test_a_call_that_a_stop_string_cut_is_not_told_as_a_whole_one(
 async def test_calls_whose_form_takes_too_much_are_refused_by_the_names_of_their_functions(open_served, template):
     parameters = {"type": "object", "properties": {"a": {"type": "integer", "multipleOf": 999_983}}}
     tools = [CLOCK, {"type": "function", "function": {"name": "book", "parameters": parameters}}]
-    async with open_served(chat_template=template, grammar_answer_time=15) as served:
+    async with open_served(chat_template=template) as served:
         answer = await served.post(ask(served, tools=tools, tool_choice="required"))
         assert (answer.status, answer.error["param"]) == (400, "tools"), answer.body
         assert answer.error["message"].startswith("tools: the form of calls of clock, book takes more than")
@@ -226,7 +226,7 @@ WRONG_SCHEMAS = {
 @pytest.mark.parametrize("parser", ["none", "hermes", "mistral", "llama3_json"])
 async def test_whatever_is_wrong_with_the_schema_of_a_function_is_told_with_its_name(open_served, template, parser):
     named = {"type": "function", "function": {"name": "book_a_flight"}}
-    async with open_served(chat_template=template, tool_call_parser=parser, grammar_answer_time=15) as served:
+    async with open_served(chat_template=template, tool_call_parser=parser) as served:
         for choice in ("required", named) if parser == "none" else ("auto",):
             for says, schema in WRONG_SCHEMAS.items():
                 wrong = {"name": "book_a_flight", "strict": True, "parameters": {"type": "object"} | schema}

@@ -24,7 +24,7 @@ enum { RECORDS = 16, MAX_QUERIES = AMX_ROWS, ONLY_FLOAT32 = 1 }; /* in vectors: 
 #else
 enum { RECORDS = 2, MAX_QUERIES = TILE_ROWS, ONLY_FLOAT32 = 0 };
 #endif
-enum { MAX_BANDS = 4 };
+enum { MAX_BANDS = 4, QUERY_LANES = (MAX_QUERIES + LANES - 1) / LANES * LANES };
 enum { TOKENS = 16, KEYS = RECORDS * TOKENS, SPLIT = 512, MAX_HEAD = 256 };
 
 enum { SCALES_BYTES = 2 * TOKENS * 4 };
@@ -170,16 +170,17 @@ static void rotate(const rotate_operation *op, const step *s, int64_t row)
 
 /* Softmax so far of a band of queries: the largest score, the lanes' sums, and the values' weighted sums. */
 typedef struct {
-    float largest[MAX_QUERIES];
+    float largest[QUERY_LANES];
     floats sums[MAX_QUERIES];
     _Alignas(64) float values[MAX_QUERIES][MAX_HEAD];
 } partial;
 
-/* Queries that are computed together, and how far each sees: positions [from, until); `first` and `last` of any. */
+/* Queries that are computed together, where what comes out of each begins, and how far each sees: positions [from, until);
+ * `first` and `last` of any. */
 typedef struct {
     int num_queries;
     const void *queries[MAX_QUERIES];
-    float *out[MAX_QUERIES];
+    int64_t out[MAX_QUERIES];
     int head[MAX_QUERIES];
     int64_t from[MAX_QUERIES], until[MAX_QUERIES], first, last;
 } band;
@@ -195,7 +196,7 @@ typedef struct {
 /* Scores of a band and KEYS keys, then weights: as they are, or narrow beside values in bfloat16. */
 typedef struct {
     _Alignas(64) float scores[MAX_QUERIES][KEYS];
-    float factors[MAX_QUERIES];
+    float factors[QUERY_LANES];
     _Alignas(64) uint16_t narrow[MAX_QUERIES][KEYS];
 } block_scores;
 
@@ -336,22 +337,28 @@ static void amx_attention_begin(const unit *u, int form, int head_size, amx_room
     }
 }
 
+#define FOR_TILES(DO) DO(0) if (num_tiles > 1) DO(1) if (num_tiles > 2) DO(2) if (num_tiles > 3) DO(3)
+#define ZERO(t) _tile_zero(t);
+#define ADD_SCORES(t) { _tile_loadd(6, of[t] + chunk * 16 * 64, 64); _tile_dpbf16ps(t, 4, 6); }
+#define ADD_LAST_SCORES(t) { _tile_loadd(7, of[t] + head_size / 32 * 16 * 64, 64); _tile_dpbf16ps(t, 5, 7); }
+#define STORE_SCORES(t) _tile_stored(t, b->scores[0] + (first + t) * TOKENS, sizeof b->scores[0]);
+
 static void amx_score_bfloat16(int head_size, const char *queries, const char *const *records, int num_records,
                                block_scores *b)
 {
-    for (int r = 0; r < num_records; r++) {
-        _tile_zero(0);
+    for (int first = 0; first < num_records; first += 4) {
+        const char *const *of = records + first;
+        const int num_tiles = num_records - first; /* or 4 */
+        FOR_TILES(ZERO)
         for (int chunk = 0; chunk < head_size / 32; chunk++) {
             _tile_loadd(4, queries + chunk * MAX_QUERIES * 64, 64);
-            _tile_loadd(6, records[r] + chunk * 16 * 64, 64);
-            _tile_dpbf16ps(0, 4, 6);
+            FOR_TILES(ADD_SCORES)
         }
         if (head_size % 32) {
             _tile_loadd(5, queries + head_size / 32 * MAX_QUERIES * 64, 64);
-            _tile_loadd(7, records[r] + head_size / 32 * 16 * 64, 64);
-            _tile_dpbf16ps(0, 5, 7);
+            FOR_TILES(ADD_LAST_SCORES)
         }
-        _tile_stored(0, b->scores[0] + r * TOKENS, sizeof b->scores[0]);
+        FOR_TILES(STORE_SCORES)
     }
 }
 
@@ -403,31 +410,31 @@ static void amx_widen_values(int head_size, const char *const *values, int num_r
     if (num_records % 2) memset(to, 0, TOKENS * head_size * sizeof *to);
 }
 
-#define FOR_TILES(DO) DO(0) if (num_tiles > 1) DO(1) if (num_tiles > 2) DO(2) if (num_tiles > 3) DO(3)
-#define LOAD_SUMS(t) _tile_loadd(t, sums + 16 * t, stride);
-#define STORE_SUMS(t) _tile_stored(t, sums + 16 * t, stride);
 #define ADD_PRODUCTS(t) { _tile_loadd(7, of + 2 * (d + 16 * t), values_stride); _tile_dpbf16ps(t, 5, 7); }
+#define STORE_SUMS(t) _tile_stored(t, b->scores[0] + d + 16 * t, sizeof b->scores[0]);
 
+/* Scores, which are weights by now, give their place to the sums of these keys. */
 static void amx_add_values(int form, int head_size, int n, const char *const *values, int num_records,
                            const amx_room *room, block_scores *b, partial *p)
 {
     const int records_at_once = form == INT8 ? 2 : 1;
-    const int64_t stride = sizeof p->values[0], values_stride = head_size * 4;
-    for (int i = 0; i < n; i++) {
-        if (num_records % records_at_once) memset(b->narrow[i] + num_records * TOKENS, 0, TOKENS * sizeof *b->narrow[i]);
-        if (b->factors[i] == 1.f) continue;
-        for (int d = 0; d < head_size; d += LANES) store(p->values[i] + d, load(p->values[i] + d) * b->factors[i]);
-    }
+    const int64_t values_stride = head_size * 4;
+    if (num_records % records_at_once)
+        for (int i = 0; i < n; i++) memset(b->narrow[i] + num_records * TOKENS, 0, TOKENS * sizeof *b->narrow[i]);
     for (int d = 0; d < head_size; d += 64) {
         const int num_tiles = (head_size - d) / 16; /* or 4 */
-        float *sums = p->values[0] + d;
-        FOR_TILES(LOAD_SUMS)
+        FOR_TILES(ZERO)
         for (int r = 0; r < num_records; r += records_at_once) {
             const uint16_t *of = form == INT8 ? room->values + r * TOKENS * head_size : (const uint16_t *)values[r];
             _tile_loadd(5, b->narrow[0] + r * TOKENS, sizeof b->narrow[0]);
             FOR_TILES(ADD_PRODUCTS)
         }
         FOR_TILES(STORE_SUMS)
+    }
+    for (int i = 0; i < n; i++) {
+        float *sums = p->values[i];
+        for (int d = 0; d < head_size; d += LANES)
+            store(sums + d, fused(load(sums + d), all(b->factors[i]), load(b->scores[i] + d)));
     }
 }
 #endif
@@ -453,68 +460,95 @@ FOR_EACH_COUNT(DEFINE_ATTENTION)
 
 INLINE int32_t clamp(int64_t count) { return count < 0 ? 0 : count < KEYS ? (int32_t)count : KEYS; }
 
-/* Turn a query's scores of the keys [from, until) of KEYS into weights relative to the largest score so far; those of
- * other keys are zero. `value_scales` are multiplied into narrow weights, if there are any. */
-INLINE void weigh_keys(const int sees_all, const int is_narrow, const attend_operation *op, float *scores, int num_records,
-                       int32_t from, int32_t until, const float *const *value_scales, uint16_t *narrow, float *largest,
-                       floats *sums, float *factor)
+/* Which of KEYS keys a query sees: [from, until). */
+typedef struct { int32_t from, until; } sight;
+
+INLINE sight sight_of(const band *q, int i, int64_t position)
 {
-    const floats none = all(-INFINITY);
-    const int num_vectors = num_records * TOKENS / LANES;
-    float scale = op->scale;
-    floats most = none, sum;
-    ints lanes, key;
-    for (int lane = 0; lane < LANES; lane++) lanes[lane] = lane;
-    if (op->cap != 0.f) {
-        for (int v = 0; v < num_vectors; v++)
-            store(scores + v * LANES, hyperbolic_tangent(load(scores + v * LANES) * scale / op->cap) * op->cap);
-        scale = 1.f;
-    }
-    key = lanes;
-    for (int v = 0; v < num_vectors; v++, key += LANES) {
-        floats score = load(scores + v * LANES);
-        most = larger(most, sees_all ? score : choose((key >= from) & (key < until), score, none));
-    }
-    const float before = *largest, here = largest_of(most) * scale, now = before > here ? before : here;
-    const floats change = exponential(all(before - now));
-    sum = *sums * change;
-    key = lanes;
-    for (int v = 0; v < num_vectors; v++, key += LANES) {
-        const floats below = fused(load(scores + v * LANES), all(scale), all(-now));
-        const ints seen = (key >= from) & (key < until);
-        floats weight = exponential_within(larger(all(-87.f), below)); /* none where the score is none */
-        if (!sees_all) weight = choose(seen, weight, all(0.f));
-        sum += weight;
-        if (!is_narrow) {
-            store(scores + v * LANES, weight);
-            continue;
-        }
-        if (value_scales) {
-            weight *= load(value_scales[v * LANES / TOKENS] + v * LANES % TOKENS);
-            if (!sees_all) weight = choose(seen, weight, all(0.f)); /* whatever the scale of a key that is not seen */
-        }
-        narrow_to(narrow + v * LANES, weight);
-    }
-    *largest = now;
-    *sums = sum;
-    *factor = change[0];
+    return (sight){clamp(q->from[i] - position), clamp(q->until[i] - position)};
 }
 
-/* Turn the scores of query i and the keys from `position` on into weights; see weigh_keys. */
-static __attribute__((noinline)) void weigh(const attend_operation *op, const band *q, int i, int64_t position,
-                                            int num_records, int is_narrow, const float *const *value_scales,
-                                            block_scores *b, partial *p)
+INLINE int sees_keys(sight s, int num_keys) { return s.from == 0 && s.until >= num_keys; }
+
+/* `v`, of the keys from `first` on, where the query sees them. */
+INLINE floats seen_or(const int sees_all, sight s, int first, floats v, floats other)
 {
-    const int32_t from = clamp(q->from[i] - position), until = clamp(q->until[i] - position);
-    const int sees_all = from == 0 && until >= num_records * TOKENS;
-#define WEIGH(sees_all, is_narrow)                                                                                     \
-    weigh_keys(sees_all, is_narrow, op, b->scores[i], num_records, from, until, value_scales, b->narrow[i],            \
-               &p->largest[i], &p->sums[i], &b->factors[i])
-    if (is_narrow && sees_all) WEIGH(1, 1);
-    else if (is_narrow) WEIGH(0, 1);
-    else if (sees_all) WEIGH(1, 0);
-    else WEIGH(0, 0);
+    ints key;
+    if (sees_all) return v;
+    UNROLL for (int lane = 0; lane < LANES; lane++) key[lane] = lane;
+    key += first;
+    return choose((key >= s.from) & (key < s.until), v, other);
+}
+
+INLINE float largest_score(const int sees_all, sight s, int num_keys, const float *scores)
+{
+    floats most = all(-INFINITY);
+    for (int k = 0; k < num_keys; k += LANES)
+        most = larger(most, seen_or(sees_all, s, k, load(scores + k), all(-INFINITY)));
+    return largest_of(most);
+}
+
+/* Turn a query's scores into weights relative to `largest`, zero where it sees no key, and return `sum` with them added.
+ * Narrow ones are as exact as bfloat16 asks for; `value_scales` are multiplied into them, if there are any. */
+INLINE floats weigh_keys(const int sees_all, const int is_narrow, sight s, int num_keys, float *scores, float scale,
+                         float largest, const float *const *value_scales, uint16_t *narrow, floats sum)
+{
+    const float log2_e = 1.44269504f, unit = is_narrow ? log2_e : 1.f;
+    const floats factor = all(scale * unit), offset = all(-largest * unit);
+    for (int k = 0; k < num_keys; k += LANES) {
+        const floats below = fused(load(scores + k), factor, offset);
+        floats weight = is_narrow ? power_of_two(larger(all(-126.f), below)) : exponential_within(larger(all(-87.f), below));
+        weight = seen_or(sees_all, s, k, weight, all(0.f)); /* none where the score is none */
+        sum += weight;
+        if (!is_narrow) {
+            store(scores + k, weight);
+            continue;
+        }
+        if (value_scales) /* once more, for that of a key which is not seen may be anything */
+            weight = seen_or(sees_all, s, k, weight * load(value_scales[k / TOKENS] + k % TOKENS), all(0.f));
+        narrow_to(narrow + k, weight);
+    }
+    return sum;
+}
+
+/* Turn the scores of a band and the keys from `position` on into weights relative to each query's largest score so far. */
+INLINE void weigh(const int is_narrow, const attend_operation *op, const band *q, int64_t position, int num_keys,
+                  const float *const *value_scales, block_scores *b, partial *p)
+{
+    const float scale = op->cap != 0.f ? 1.f : op->scale;
+    float largest[QUERY_LANES];
+    for (int i = 0; i < q->num_queries; i++) {
+        const sight s = sight_of(q, i, position);
+        float *scores = b->scores[i];
+        for (int k = 0; op->cap != 0.f && k < num_keys; k += LANES)
+            store(scores + k, hyperbolic_tangent(load(scores + k) * op->scale / op->cap) * op->cap);
+        largest[i] = sees_keys(s, num_keys) ? largest_score(1, s, num_keys, scores) : largest_score(0, s, num_keys, scores);
+    }
+    for (int i = 0; i < q->num_queries; i += LANES) {
+        const floats here = load(largest + i) * scale, before = load(p->largest + i), now = choose(before > here, before, here);
+        store(p->largest + i, now);
+        store(b->factors + i, exponential(before - now));
+    }
+    for (int i = 0; i < q->num_queries; i++) {
+        const sight s = sight_of(q, i, position);
+        const floats sum = p->sums[i] * b->factors[i];
+#define WEIGH(sees_all)                                                                                                \
+    weigh_keys(sees_all, is_narrow, s, num_keys, b->scores[i], scale, p->largest[i], value_scales, b->narrow[i], sum)
+        p->sums[i] = sees_keys(s, num_keys) ? WEIGH(1) : WEIGH(0);
 #undef WEIGH
+    }
+}
+
+static __attribute__((noinline)) void weigh_narrow(const attend_operation *op, const band *q, int64_t position, int num_keys,
+                                                   const float *const *value_scales, block_scores *b, partial *p)
+{
+    weigh(1, op, q, position, num_keys, value_scales, b, p);
+}
+
+static __attribute__((noinline)) void weigh_float32(const attend_operation *op, const band *q, int64_t position, int num_keys,
+                                                    block_scores *b, partial *p)
+{
+    weigh(0, op, q, position, num_keys, NULL, b, p);
 }
 
 /* Copy a record's values without the tokens from `count` on, which may hold anything. */
@@ -593,8 +627,10 @@ static void attend_keys(const attend_operation *op, const unit *u, int64_t begin
             else
 #endif
             switch (n) { FOR_EACH_COUNT(SCORE_CASE) }
-            for (int i = 0; i < n; i++)
-                weigh(op, q, i, position, num_records, is_narrow, tiled && form == INT8 ? value_scales : NULL, &b, &p[of]);
+            if (is_narrow)
+                weigh_narrow(op, q, position, num_records * TOKENS, tiled && form == INT8 ? value_scales : NULL, &b, &p[of]);
+            else
+                weigh_float32(op, q, position, num_records * TOKENS, &b, &p[of]);
 #if defined(__AMX_BF16__)
             if (tiled) amx_add_values(form, size, n, values, num_records, &room, &b, &p[of]);
             else
@@ -628,7 +664,7 @@ static void finish_unit(const attend_operation *op, const unit *u, const partial
                 sum = sum * factor + exponential(all(sink - largest))[0];
             }
             for (int d = 0; d < op->head_size; d += LANES)
-                store(q->out[i] + d, load(all_keys->values[i] + d) * (factor / sum));
+                store_as(op->out_form == BFLOAT16, op->out, q->out[i] + d, load(all_keys->values[i] + d) * (factor / sum));
         }
     }
 }
@@ -709,7 +745,7 @@ static void take_unit(const attend_operation *op, const step *s, int64_t row, in
                 const int64_t at = end_row * op->num_heads + h;
                 q->head[i] = h;
                 q->queries[i] = (const char *)op->queries + at * query_bytes(op->form, op->head_size);
-                q->out[i] = op->out + at * op->head_size;
+                q->out[i] = end_row * op->out_stride + h * op->head_size;
                 q->from[i] = from;
                 q->until[i] = until;
             }

@@ -169,7 +169,6 @@ INLINE floats activate(int activation, floats x)
 /* Do with one row's sums of a panel what the operation says. */
 INLINE void finish(const linear_operation *op, int64_t row, int64_t panel, const float *sums)
 {
-    float *out = op->out + row * op->out_stride;
     floats of[VECTORS];
     for (int v = 0; v < VECTORS; v++) {
         const int64_t output = panel * PANEL + v * LANES;
@@ -178,11 +177,12 @@ INLINE void finish(const linear_operation *op, int64_t row, int64_t panel, const
         if (op->bias) of[v] += load(op->bias + output);
     }
     if (op->epilogue == GATE) {
-        out += panel * PANEL / 2;
-        for (int v = 0; v < VECTORS / 2; v++) store(out + v * LANES, activate(op->activation, of[v]) * of[v + VECTORS / 2]);
+        const int64_t at = row * op->out_stride + panel * PANEL / 2;
+        for (int v = 0; v < VECTORS / 2; v++)
+            store_as(op->out_form == BFLOAT16, op->out, at + v * LANES, activate(op->activation, of[v]) * of[v + VECTORS / 2]);
         return;
     }
-    out += panel * PANEL;
+    float *out = (float *)op->out + row * op->out_stride + panel * PANEL;
     int64_t count = op->num_outputs - panel * PANEL;
     if (count < PANEL) {
         float tail[PANEL];

@@ -40,7 +40,8 @@ typedef struct {
     int64_t out_stride;
 } norm_operation;
 
-/* Rows times a weight, plus bias, then stored, added times a multiplier, or gated: activation(gate) * up. Weights are
+/* Rows times a weight, plus bias, then stored, added times a multiplier, or gated: activation(gate) * up, which is written
+ * in `out_form`, FLOAT32 or BFLOAT16. Weights are
  * packed in panels of 32 outputs, gate and up interleaved by 16; what is missing to whole panels is zero.
  *
  *     FLOAT32   [panels][inputs][32]
@@ -56,13 +57,13 @@ typedef struct {
  *
  * Products are summed exactly within a group, and groups in order. */
 typedef struct {
-    int32_t kind, form, num_outputs, num_inputs, epilogue, activation;
+    int32_t kind, form, num_outputs, num_inputs, epilogue, activation, out_form;
     float multiplier;
     const void *weight;
     const float *scales;                /* [panels * 32] of INT8 */
     const float *bias;                  /* [panels * 32] or NULL */
     const void *in;                     /* [rows][num_inputs], or bands */
-    float *out;
+    void *out;
     int64_t out_stride;
 } linear_operation;
 
@@ -82,14 +83,15 @@ typedef struct {
     void *queries;                      /* [rows][heads] of what query_bytes in attention.h says */
 } rotate_operation;
 
-/* Each row attends to the keys up to its own position, at most `window` of them. */
+/* Each row attends to the keys up to its own position, at most `window` of them; `out_form` is FLOAT32 or BFLOAT16. */
 typedef struct {
-    int32_t kind, form, num_heads, num_kv_heads, head_size, window, group;
+    int32_t kind, form, num_heads, num_kv_heads, head_size, window, group, out_form;
     page_places places;
     float scale, cap;                   /* cap 0: none */
     const float *sinks;                 /* [heads] or NULL */
     const void *queries;
-    float *out;                         /* [rows][heads][head_size] */
+    void *out;                          /* rows of [heads][head_size] */
+    int64_t out_stride;
 } attend_operation;
 
 /* rows = cap * tanh(rows / divisor / cap); cap 0: only divided */

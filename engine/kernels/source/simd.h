@@ -149,6 +149,24 @@ INLINE floats exponential_within(floats x)
 #endif
 }
 
+/* 2 to an x of at least -126, relative error 1.1e-4; none where x is none. */
+INLINE floats power_of_two(floats x)
+{
+#if defined(__AVX512DQ__)
+    const floats rest = (floats)_mm512_reduce_ps((__m512)x, 1); /* less the whole number below */
+#else
+    const floats shift = all(12582912.f), whole = x - all(0.5f) + shift - shift, rest = x - whole;
+#endif
+    floats p = fused(all(0.07826797f), rest, all(0.22630768f));
+    p = fused(p, rest, all(0.69542435f));
+    p = fused(p, rest, all(1.f));
+#if defined(__AVX512DQ__)
+    return (floats)_mm512_scalef_ps((__m512)p, (__m512)x);
+#else
+    return p * (floats)((__builtin_convertvector(whole, ints) + 127) << 23);
+#endif
+}
+
 /* e to the x, which is held between -87 and 88; what is no number counts as -87. */
 INLINE floats exponential(floats x) { return exponential_within(smaller(larger(x, all(-87.f)), all(88.f))); }
 
@@ -179,6 +197,13 @@ INLINE void narrow_to(uint16_t *to, floats v)
     halves narrow = __builtin_convertvector(((no_number & (bits | 0x400000)) | (~no_number & rounded)) >> 16, halves);
 #endif
     memcpy(to, &narrow, sizeof narrow);
+}
+
+/* Write numbers as float32, or as bfloat16. */
+INLINE void store_as(const int is_narrow, void *out, int64_t at, floats v)
+{
+    if (is_narrow) narrow_to((uint16_t *)out + at, v);
+    else store((float *)out + at, v);
 }
 
 INLINE float as_float(uint32_t bits) { float x; memcpy(&x, &bits, sizeof x); return x; }
