@@ -16,6 +16,9 @@ from msgspec import Meta
 from engine.errors import ConfigError
 from engine.models import DEFAULT, NULL_MODEL
 
+MAX_THREADS = 256
+"""Of a step: as many as a team of the operations in C takes (source/team.h)."""
+
 Device = str
 SchedulingPolicy = Literal["fcfs", "priority", "fair"]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
@@ -158,7 +161,9 @@ class EngineConfig(_Settings, frozen=True, kw_only=True):
         Annotated[
             int,
             Meta(
-                description="threads a tensor operation may use; an equal share of the cores when unset", ge=1, le=4096
+                description="threads of a step; when unset an equal share of the cores, one in 16 of which is left",
+                ge=1,
+                le=MAX_THREADS,
             ),
         ]
         | None

@@ -85,8 +85,7 @@ def _add_benches(verbs: Verbs) -> None:
     benches = parser.add_subparsers(dest="bench", required=True, metavar="NAME")
 
     verb = _add_verb(benches, "throughput", "[MODEL] [flags]", "all prompts at once, in this process")
-    _add_bench_flags(verb, num_prompts=64, input_len=128, output_len=128)
-    verb.add_argument("--profile", action="store_true", help="also print where the time of a step goes")
+    _add_bench_flags(verb, has_profile=True, num_prompts=64, input_len=128, output_len=128)
     text = "also time a decoding step by context and by requests; draw it to FILE as SVG (--input-len: their context)"
     verb.add_argument("--plot", type=Path, metavar="FILE", help=text)
     text = "tell the logprobs of so many likeliest tokens; also print what that costs, from four more runs"
@@ -95,7 +94,7 @@ def _add_benches(verbs: Verbs) -> None:
     verb.add_argument("--structured", choices=[*FORMS, MIX, ALL], metavar="FORM", help=text)
 
     verb = _add_verb(benches, "latency", "[MODEL] [flags]", "one stream at a time, without sockets")
-    _add_bench_flags(verb, num_prompts=8, input_len=128, output_len=128)
+    _add_bench_flags(verb, has_profile=True, num_prompts=8, input_len=128, output_len=128)
 
     verb = _add_verb(benches, "serve", "[MODEL] [flags]", "concurrent streams over real sockets")
     _add_bench_flags(verb, num_prompts=64, num_streams=32, input_len=128, output_len=128, url=None)
@@ -146,12 +145,16 @@ _BENCH_HELP = {
 }
 
 
-def _add_bench_flags(verb: argparse.ArgumentParser, **flags: int | float | None) -> None:
+def _add_bench_flags(verb: argparse.ArgumentParser, *, has_profile: bool = False, **flags: int | float | None) -> None:
     add_model(verb)
     _add_counts(verb, **flags)
     _add_json(verb)
+    if has_profile:
+        text = "also print where the time of a step goes, and write the steps as a Chrome trace into --profile-dir"
+        verb.add_argument("--profile", action="store_true", help=text)
     add_config(verb)
-    add_settings(verb, EngineConfig, log_level="warning", enable_prefix_caching=False)
+    folder = "metronome-profile" if has_profile else None
+    add_settings(verb, EngineConfig, log_level="warning", enable_prefix_caching=False, profile_dir=folder)
 
 
 def _add_json(verb: argparse.ArgumentParser) -> None:

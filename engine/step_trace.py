@@ -20,6 +20,7 @@ MAX_STEPS = 20_000
 """Steps that are kept, from the first on; about 5 MB."""
 MAX_EVENTS = 10 * MAX_STEPS
 """What is kept in all, also where requests come and go and no step is made."""
+_ROWS = ("steps", "runner", "aborts", "load")
 _MICROSECONDS = 1e6
 
 
@@ -65,7 +66,7 @@ class StepTrace:
         while (path := folder / f"steps-{os.getpid()}-{number}.json").exists():
             number += 1
         content = {
-            "traceEvents": self._events,
+            "traceEvents": [_named(row) for row in _ROWS] + self._events,
             "otherData": {"num_steps": self._num_steps, "num_kept": min(self._num_steps, MAX_STEPS)},
         }
         path.write_bytes(msgspec.json.encode(content))
@@ -74,5 +75,14 @@ class StepTrace:
     def _note(
         self, kind: str, name: str, row: str, at_s: float, arguments: dict[str, int], **more: float | str
     ) -> None:
-        event = {"name": name, "ph": kind, "pid": os.getpid(), "tid": row, "ts": (at_s - self._ahead_s) * _MICROSECONDS}
-        self._events.append(event | {"args": arguments} | more)
+        event = _event(name, kind, row) | {"ts": (at_s - self._ahead_s) * _MICROSECONDS, "args": arguments}
+        self._events.append(event | more)
+
+
+def _event(name: str, kind: str, row: str) -> dict[str, Any]:
+    return {"name": name, "cat": row, "ph": kind, "pid": os.getpid(), "tid": _ROWS.index(row)}
+
+
+def _named(row: str) -> dict[str, Any]:
+    """Return what gives the row its name: viewers want numbers for `tid`."""
+    return _event("thread_name", "M", row) | {"args": {"name": row}}

@@ -6,13 +6,17 @@ import json
 import math
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
 import termios
+import time
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from xml.etree import ElementTree
 
@@ -23,6 +27,7 @@ import engine
 from engine.bench.abort import Cuts, abort
 from engine.bench.forms import FORMS
 from engine.bench.http_client import Address
+from engine.bench.latency import latency
 from engine.bench.perplexity import perplexity
 from engine.bench.plot import Panel, draw
 from engine.bench.profile import StepProfile
@@ -109,11 +114,36 @@ def test_profiling_changes_no_token_and_leaves_no_timer() -> None:
     assert 0 < profile.python_share() < 100
 
 
-def test_the_cost_of_logprobs_is_measured_against_runs_without(byte_llama: Path) -> None:
+def test_the_cost_of_logprobs_is_measured_against_runs_without(
+    byte_llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spent_s, generate = 0.0, engine.LLM.generate
+
+    def timed(llm: engine.LLM, prompts: Any, params: engine.SamplingParams, use_tqdm: bool) -> list[Any]:
+        nonlocal spent_s
+        spent_s += 2.0 if params.logprobs is None else 3.0
+        outputs = generate(llm, prompts, params, use_tqdm)
+        assert all((output.outputs[0].logprobs is None) == (params.logprobs is None) for output in outputs)
+        assert not any(output.num_cached_tokens for output in outputs)
+        return outputs
+
+    monkeypatch.setattr(engine.LLM, "generate", timed)
+    monkeypatch.setattr(
+        "engine.bench.throughput.time", SimpleNamespace(process_time=lambda: spent_s, perf_counter=time.perf_counter)
+    )
     config = EngineConfig(model=str(byte_llama), num_threads=1, num_gpu_blocks_override=64, max_model_len=128)
-    report = throughput(config, Workload(2, 4, 3, seed=0), is_profiled=False, num_logprobs=20).as_json()
+    report = throughput(config, Workload(2, 40, 3, seed=0), is_profiled=False, num_logprobs=20).as_json()
     assert report["settings"]["logprobs"] == 20
-    assert report["figures"]["logprobs_in_processor_time_percent"] > -100
+    assert report["figures"]["logprobs_in_processor_time_percent"] == 50
+    assert spent_s == 3 + 2 * (2 + 3)
+
+
+def test_no_stream_of_bench_latency_finds_its_prompt_in_the_cache(tmp_path: Path) -> None:
+    config = EngineConfig(model="null", log_level="warning", profile_dir=str(tmp_path))
+    assert trio.run(latency, config, Workload(2, 64, 2, seed=0), True, trio.Event()) is not None
+    (trace,) = tmp_path.iterdir()
+    steps = [event["args"] for event in json.loads(trace.read_bytes())["traceEvents"] if event["cat"] == "steps"]
+    assert [step["num_tokens"] for step in steps if step.get("num_requests")] == [64, 1] * 2
 
 
 def test_what_forms_cost_is_measured_as_a_part_of_each_step_and_nothing_of_it_is_left() -> None:
@@ -190,7 +220,7 @@ def test_steps_are_timed_by_context_and_by_requests(model: str, byte_llama: Path
 @pytest.mark.parametrize(
     ("name", "flags", "figures", "tables"),
     [
-        ("throughput", ["--num-prompts", "4", "--profile"], ["output_throughput_tokens_per_s"], ["step"]),
+        ("throughput", ["--num-prompts", "4"], ["output_throughput_tokens_per_s"], []),
         ("latency", ["--num-prompts", "2"], ["output_throughput_tokens_per_s"], ["times"]),
         ("serve", ["--num-prompts", "6", "--num-streams", "3"], ["output_throughput_tokens_per_s"], ["times"]),
         (
@@ -213,6 +243,44 @@ def test_each_bench_prints_a_table_and_writes_json(
     assert report["bench"] == name
     assert all(report["figures"][figure] > 0 for figure in figures)
     assert all(report[table] for table in tables)
+
+
+def with_wide_heads(byte_llama: Path, folder: Path) -> Path:
+    """Return its like with heads of 16 numbers, as the operations in C want them."""
+    import transformers
+
+    shutil.copytree(byte_llama, folder)
+    sizes = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    config = transformers.LlamaConfig.from_pretrained(byte_llama, **sizes)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["throughput", "latency"])
+def test_a_profile_is_a_table_and_a_chrome_trace_of_the_same_times(name: str, byte_llama: Path, tmp_path: Path) -> None:
+    model = with_wide_heads(byte_llama, tmp_path / "model")
+    file, folder = tmp_path / "report.json", tmp_path / "new" / "traces"
+    limits = ["--num-prompts", "3", "--num-gpu-blocks-override", "64", "--max-model-len", "128", "--num-threads", "1"]
+    flags = ["--profile", "--profile-dir", str(folder), "--json", str(file)]
+    result = run(name, str(model), *SHORT, *limits, *flags)
+    assert (result.returncode, result.stderr) == (0, "")
+    (trace,) = folder.iterdir()
+    assert f"trace: {trace}, for chrome://tracing or ui.perfetto.dev" in result.stdout
+    report = json.loads(file.read_text())
+    assert report["files"] == {"trace": str(trace)}
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert all({"name", "cat", "ph", "pid", "tid", "args"} <= event.keys() for event in events)
+    num_steps = sum(event["cat"] == "steps" and event["args"].get("num_requests", 0) > 0 for event in events)
+    assert num_steps == {"throughput": 4, "latency": 12}[name]
+    spent_us: Counter[str] = Counter()
+    for event in events:
+        if event["ph"] == "X" and event["cat"] == "runner":
+            spent_us[event["name"]] += event["dur"]
+    assert {"flatten", "linear", "attend", "logits", "sample"} <= spent_us.keys()
+    for part, time_us in spent_us.items():
+        assert report["step"][part]["ms_a_step"] == pytest.approx(time_us / 1000 / num_steps), part
+    assert report["step"]["total"]["ms_a_step"] > sum(spent_us.values()) / 1000 / num_steps
 
 
 @pytest.mark.slow
@@ -259,6 +327,7 @@ def test_the_transport_is_measured_without_a_model(tmp_path: Path) -> None:
         (["throughput", "null", "--num-prompts", "0"], "--num-prompts must be at least 1, got 0"),
         (["throughput", "null", "--json", "no/such/folder"], "--json no/such/folder cannot be written"),
         (["throughput", "null", "--plot", "no/such/folder"], "--plot no/such/folder cannot be written"),
+        (["latency", "null", "--profile", "--profile-dir", "README.md"], "--profile-dir README.md cannot be written"),
         (
             ["throughput", "null", "--plot", os.devnull, "--max-model-len", "26", *SHORT],
             "--plot needs a context of 27 tokens, --max-model-len is 26",

@@ -84,9 +84,9 @@ async def test_a_stop_waits_for_no_reader() -> None:
 
 
 async def test_the_watchdog_takes_a_reader_that_is_away_for_no_hang() -> None:
-    async with running(step_timeout=0.1) as harness:
+    async with running(step_timeout=0.7) as harness:
         await hold(harness)
-        await trio.sleep(0.3)
+        await trio.sleep(1)
         harness.says_what_it_reads = True
         harness.send(StepsRead(harness.step))
         await harness.read_until(lambda: len(harness.ends) == 2)

@@ -215,9 +215,11 @@ async def test_a_profile_is_a_chrome_trace_of_the_steps_between_its_start_and_st
         await assert_serves(harness, "after")
     assert path.parent == tmp_path / "profiles"
     trace = json.loads(await trio.Path(path).read_text())
-    steps = [event for event in trace["traceEvents"] if event["tid"] == "steps"]
+    steps = [event for event in trace["traceEvents"] if event["ph"] == "X" and event["cat"] == "steps"]
     assert sum(event["args"]["num_requests"] for event in steps) == 10
-    assert all(event["ph"] == "X" and event["dur"] >= 0 for event in steps)
+    assert all(event["dur"] >= 0 and {"name", "pid", "ts", "args"} <= event.keys() for event in steps)
+    names = {event["tid"]: event["args"]["name"] for event in trace["traceEvents"] if event["ph"] == "M"}
+    assert all(names[event["tid"]] == event["cat"] for event in trace["traceEvents"])
     assert trace["otherData"] == {"num_steps": len(steps), "num_kept": len(steps)}
 
 

@@ -35,6 +35,7 @@ class CompiledPages:
         page_bytes = spec.num_kv_heads * block_size * Form.of_pages(dtype).token_bytes(spec.head_dim)
         shape = num_blocks, num_page_tensors(layer_groups), page_bytes
         self._pages = zeros(math.prod(shape), torch.uint8).view(shape)
+        self._tables = np.empty(0, dtype=np.int32)
         self._where = {
             layer: (group, index) for group, kind in enumerate(layer_groups) for index, layer in enumerate(kind.layers)
         }
@@ -58,16 +59,17 @@ class CompiledPages:
         self._pages[NULL_BLOCK] = 0
 
     def prepare(self, batch: AttentionBatch) -> tuple[Step, list[np.ndarray]]:
-        """Lay out whose rows they are and where their blocks lie."""
+        """Lay out whose rows they are and where their blocks lie: good until the next call, which has the same room."""
         requests = batch.requests
         counts = np.array([request.num_rows for request in requests])
         owners = np.repeat(np.arange(len(requests), dtype=np.int32), counts)
         num_groups = len(requests[0].block_tables)
         max_blocks = max(len(table) for request in requests for table in request.block_tables)
-        tables = np.zeros((num_groups, len(requests), max_blocks), dtype=np.int32)
+        tables = self._tables_of(num_groups, len(requests), max_blocks)
         for index, request in enumerate(requests):
             for group, table in enumerate(request.block_tables):
                 tables[group, index, : len(table)] = table
+                tables[group, index, len(table) :] = NULL_BLOCK
         step = Step(
             num_rows=len(owners),
             num_requests=len(requests),
@@ -77,3 +79,10 @@ class CompiledPages:
             block_tables=pointer(tables),
         )
         return step, [owners, tables]
+
+    def _tables_of(self, *shape: int) -> np.ndarray:
+        """Return room for block tables, the same from step to step unless more is needed; what it holds is old."""
+        size = math.prod(shape)
+        if size > len(self._tables):
+            self._tables = np.empty(2 * size, dtype=np.int32)
+        return self._tables[:size].reshape(shape)

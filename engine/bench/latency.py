@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import trio
 from tqdm import tqdm
 
+from engine.bench.profile import TRACE_VIEWERS, table_of_trace
 from engine.bench.report import Report
 from engine.bench.workload import StreamTimes, Workload
 from engine.client.async_llm import AsyncLLM
@@ -12,20 +15,29 @@ from engine.config import EngineConfig
 from engine.program import until_stopped, with_engine
 
 
-async def latency(config: EngineConfig, workload: Workload, stop: trio.Event) -> Report | None:
-    """Stream the workload's prompts one after the other; None where `stop` was set before the end."""
+async def latency(config: EngineConfig, workload: Workload, is_profiled: bool, stop: trio.Event) -> Report | None:
+    """Stream the workload's prompts one after the other; None where `stop` was set before the end.
+
+    If profiled, the split of a step is told too, and written as a Chrome trace into the folder `config.profile_dir`.
+    """
     report: Report | None = None
 
     async def measure(llm: AsyncLLM) -> None:
         nonlocal report
         times = StreamTimes()
-        prompts = workload.prompts(llm.ready.vocab_size)
-        await _stream(llm, prompts[0], workload._replace(output_len=2), StreamTimes())  # not counted: all is cold
+        *prompts, other = workload._replace(num_prompts=workload.num_prompts + 1).prompts(llm.ready.vocab_size)
+        await _stream(llm, other, workload._replace(output_len=2), StreamTimes())  # not counted: all is cold
+        if is_profiled:
+            await llm.start_profile()
         for prompt in tqdm(prompts, desc="Streams", unit="stream", disable=None):
             await _stream(llm, prompt, workload, times)
         report = Report("latency", {"model": llm.model_name} | workload.settings())
         report.add("output_throughput", times.num_tokens / sum(times.whole_s), "tokens/s")
         times.describe(report)
+        if is_profiled:
+            trace = await llm.stop_profile()
+            report.add_table("step", table_of_trace(Path(trace)))
+            report.add_file("trace", trace, TRACE_VIEWERS)
 
     await with_engine(config, stop, lambda llm: until_stopped(stop, lambda: measure(llm)))
     return report

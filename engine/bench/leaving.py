@@ -175,7 +175,7 @@ def take_traces(folder: Path, num_rows: int) -> EngineTimes:
     times = EngineTimes([], [], [], [], [], [])
     for path in sorted(folder.iterdir()):
         events = msgspec.json.decode(path.read_bytes())["traceEvents"]
-        steps = [event for event in events if event["tid"] == "steps"]
+        steps = [event for event in events if event["ph"] == "X" and event["cat"] == "steps"]
         for step, following in pairwise(steps):
             if step["args"] == following["args"] == {"num_requests": num_rows, "num_tokens": num_rows}:
                 times.steps_s.append((following["ts"] - step["ts"]) / 1e6)

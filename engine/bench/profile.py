@@ -1,24 +1,31 @@
 """Where the time of a step goes: timers laid around an engine's calls for a block, and taken off after it.
 
 Off, they cost nothing, for they are not there. The runner's own timings (flatten, operations by kind, the rest of the
-forward, logits, sample) are read from the results of its steps.
+forward, logits, sample) are read from the results of its steps. Of an engine in a process of its own those are read
+from the trace that it has written.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from engine.bench.report import Table
 from engine.client.inproc import InprocClient
+from engine.errors import ConfigError
 from engine.llm import LLM
 from engine.outputs import ModelRunnerOutput, SchedulerOutput
 from engine.protocol import EngineCoreOutputs
 from transport.codec import Encoder
 
+TRACE_VIEWERS = "chrome://tracing or ui.perfetto.dev"
 OUTSIDE_THE_MODEL = {"flatten", "sample"}
 """Parts of the runner's half of a step that are not the model itself; nor is what is not the runner's."""
 
@@ -103,6 +110,33 @@ class StepProfile:
         began = time.perf_counter()
         self._encode(message)
         self._seconds["send"] += time.perf_counter() - began
+
+
+def check_profile_dir(folder: Path) -> None:
+    """Make the folder of traces, before anything is measured; raises ConfigError where it cannot be written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except OSError as error:
+        raise ConfigError(f"--profile-dir {folder} cannot be written: {error.strerror}") from error
+
+
+def table_of_trace(path: Path) -> Table:
+    """Return milliseconds a step and percent, by part, from a trace of steps none of which overlap."""
+    events = msgspec.json.decode(path.read_bytes())["traceEvents"]
+    steps = [event for event in events if event["ph"] == "X" and event["cat"] == "steps"]
+    parts: defaultdict[str, float] = defaultdict(float)
+    for event in events:
+        if event["ph"] == "X" and event["cat"] == "runner":
+            parts[event["name"]] += event["dur"]
+    total = steps[-1]["ts"] + steps[-1]["dur"] - steps[0]["ts"]
+    num_steps = sum(step["args"]["num_requests"] > 0 for step in steps)
+    in_steps = sum(step["dur"] for step in steps)
+    rows = {**parts, "rest of the step": in_steps - sum(parts.values()), "between steps": total - in_steps}
+    table = Table(["ms_a_step", "percent"])
+    for name, time_us in [*rows.items(), ("total", total)]:
+        table.rows[name] = [time_us / 1000 / num_steps, 100 * time_us / total]
+    return table
 
 
 @contextmanager

@@ -33,6 +33,7 @@ class Report:
         self._settings = dict(settings)
         self._figures: dict[str, tuple[float, str]] = {}
         self._tables: dict[str, Table] = {}
+        self._files: dict[str, tuple[str, str]] = {}
 
     def add(self, name: str, value: float, unit: str = "") -> None:
         """Add one figure."""
@@ -54,6 +55,10 @@ class Report:
         """Add a table of its own."""
         self._tables[name] = table
 
+    def add_file(self, name: str, path: str, reader: str) -> None:
+        """Add where more was written, and what shows it to people."""
+        self._files[name] = (path, reader)
+
     def render(self) -> str:
         """Return the tables for people."""
         settings = ", ".join(f"{_words(name)} {value}" for name, value in self._settings.items())
@@ -65,6 +70,11 @@ class Report:
             lines += ["", f"  {'':{width}}" + "".join(f"{_words(column):>12}" for column in table.columns)]
             for name, row in table.rows.items():
                 lines.append(f"  {_words(name):{width}}" + "".join(f"{_number(value):>12}" for value in row))
+        lines += [
+            line
+            for name, (path, reader) in self._files.items()
+            for line in ("", f"  {_words(name)}: {path}, for {reader}")
+        ]
         return "\n".join(lines) + "\n"
 
     def as_text(self) -> str:
@@ -78,7 +88,8 @@ class Report:
             title: {name: dict(zip(table.columns, row, strict=True)) for name, row in table.rows.items()}
             for title, table in self._tables.items()
         }
-        return {"bench": self._bench, "settings": self._settings, "figures": figures} | tables
+        files = {"files": {name: path for name, (path, _) in self._files.items()}} if self._files else {}
+        return {"bench": self._bench, "settings": self._settings, "figures": figures} | tables | files
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from engine.bench.abort import Cuts, abort
 from engine.bench.latency import latency
 from engine.bench.perplexity import perplexity
 from engine.bench.plot import draw
+from engine.bench.profile import check_profile_dir
 from engine.bench.report import Report, open_output
 from engine.bench.scheduler import Sizes, scheduler
 from engine.bench.serve import serve
@@ -31,7 +32,7 @@ from engine.terminal import show
 
 def run_throughput(options: argparse.Namespace) -> int:
     """Measure in this process; a KeyboardInterrupt passes through."""
-    config, workload = settings_from(options, EngineConfig), _workload(options)
+    config, workload = _config(options), _workload(options)
     if options.structured is not None:
         if options.profile or options.plot is not None or options.logprobs is not None:
             raise ConfigError("--structured is a measurement of its own: leave out --profile, --plot and --logprobs")
@@ -50,8 +51,8 @@ def run_throughput(options: argparse.Namespace) -> int:
 
 def run_latency(options: argparse.Namespace) -> int:
     """Measure an engine's single stream."""
-    config, workload = settings_from(options, EngineConfig), _workload(options)
-    return _run(options.json, partial(latency, config, workload))
+    config, workload = _config(options), _workload(options)
+    return _run(options.json, partial(latency, config, workload, options.profile))
 
 
 def run_serve(options: argparse.Namespace) -> int:
@@ -102,6 +103,13 @@ def run_transport(options: argparse.Namespace) -> int:
     if options.num_messages < 2:
         raise ConfigError(f"--num-messages must be at least 2, got {options.num_messages}")
     return _run(options.json, _until(partial(transport, options.num_messages)))
+
+
+def _config(options: argparse.Namespace) -> EngineConfig:
+    config = settings_from(options, EngineConfig)
+    if options.profile and config.profile_dir is not None:
+        check_profile_dir(Path(config.profile_dir))
+    return config
 
 
 def _workload(options: argparse.Namespace) -> Workload:

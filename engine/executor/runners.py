@@ -18,6 +18,12 @@ def make_runner(config: EngineConfig) -> Runner:
         return NullModelRunner(config)
     # Spinning OpenMP teams collapse beside any busy neighbour; read once, when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    from engine.model_runner.model_runner import ModelRunner
+    if config.kernels == "torch" or config.model_impl == "transformers":
+        from engine.model_runner.model_runner import ModelRunner
+    else:
+        from engine.kernels.library import compiling_beside
+
+        with compiling_beside():  # importing torch takes as long
+            from engine.model_runner.model_runner import ModelRunner
 
     return ModelRunner(config, Path(config.model))

@@ -1,7 +1,8 @@
 """Compiles the operations for this CPU at first use and loads them.
 
 The library lies in the cache under the digest of source, compiler and flags, so it is made once; a build is renamed
-into place whole. The C files are compiled side by side, a process each. A variant says for which instructions: the best
+into place whole. The C files are compiled side by side, a process each, and beside what a start has to do before it
+needs them. A variant says for which instructions: the best
 that the CPU has, or less, for the tests.
 """
 
@@ -21,10 +22,11 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
+from functools import cache
 from importlib import resources
 from pathlib import Path
+from typing import NamedTuple
 
 from engine.models.cache import cache_folder
 
@@ -56,6 +58,10 @@ class NoKernels(Exception):
 
 class CompilerKilled(NoKernels):
     """A signal ended the compiler, which says nothing of what it was compiling: there is no trying with less."""
+
+
+class _Failed(Exception):
+    """A compiler cannot be started, says no, or does not end."""
 
 
 def supported_variants() -> list[str]:
@@ -102,23 +108,30 @@ def _declare(library: ctypes.CDLL) -> None:
 
 def _loaded(variant: str) -> ctypes.CDLL:
     """Load what is in the cache, or what is built for it, also where the first cannot be loaded."""
-    target, build = _build_of(variant)
+    build = _build_of(variant)
     with contextlib.suppress(OSError):
-        return ctypes.CDLL(str(target))
-    target.unlink(missing_ok=True)
-    build()
-    return ctypes.CDLL(str(target))
+        return ctypes.CDLL(str(build.target))
+    build.target.unlink(missing_ok=True)
+    _compile(build)
+    return ctypes.CDLL(str(build.target))
 
 
-def _build_of(variant: str) -> tuple[Path, Callable[[], None]]:
-    """Return where the library for `variant` belongs, and what compiles it."""
+class _Build(NamedTuple):
+    """What a library is made of, and where it belongs."""
+
+    compiler: Sequence[str]
+    flags: Sequence[str]
+    sources: dict[str, bytes]
+    target: Path
+
+
+def _build_of(variant: str) -> _Build:
     compiler = _compiler()
     flags = [*OPTIONS, *_machine_flags(variant)]
-    sources = {file.name: file.read_bytes() for file in SOURCE.iterdir()}
-    made_of = (sorted(sources.items()), compiler, flags, LIBRARIES, _version(compiler))
+    sources = {file.name: file.read_bytes() for file in sorted(SOURCE.iterdir(), key=lambda file: file.name)}
+    made_of = (list(sources.items()), compiler, flags, LIBRARIES, _version(compiler))
     digest = hashlib.sha256(repr(made_of).encode()).hexdigest()[:24]
-    target = cache_folder() / "kernels" / digest / f"{variant}.so"
-    return target, partial(_compile, compiler, flags, sources, target)
+    return _Build(compiler, flags, sources, cache_folder() / "kernels" / digest / f"{variant}.so")
 
 
 def _compiler() -> list[str]:
@@ -130,63 +143,101 @@ def _compiler() -> list[str]:
     raise NoKernels("there is no C compiler (cc, gcc, clang, or what CC names)")
 
 
-def _compile(compiler: Sequence[str], flags: Sequence[str], sources: dict[str, bytes], target: Path) -> None:
-    """Compile into `target`, one process at a time; what a killed one left is removed first."""
-    kernels = target.parent.parent
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with (kernels / ".lock").open("ab") as lock:
+def _compile(build: _Build) -> None:
+    """Compile into `build.target`, one process at a time."""
+    with (_folder_of(build) / ".lock").open("ab") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        for stale in kernels.glob(f"*/{_PARTIAL}*"):
-            shutil.rmtree(stale, ignore_errors=True)
-        if target.exists():
-            return
-        logger.info("compiling the operations for this CPU, once, into %s", target)
-        began = time.monotonic()
-        with tempfile.TemporaryDirectory(dir=target.parent, prefix=_PARTIAL, ignore_cleanup_errors=True) as folder:
-            _compile_in(Path(folder), compiler, flags, sources, target)
-        logger.info("compiled the operations in %.1f s", time.monotonic() - began)
+        if not build.target.exists():
+            with _compiling(build):
+                pass
 
 
-def _compile_in(
-    folder: Path, compiler: Sequence[str], flags: Sequence[str], sources: dict[str, bytes], target: Path
-) -> None:
-    for name, content in sources.items():
-        (folder / name).write_bytes(content)
-    built, units = folder / target.name, [str(folder / name) for name in sorted(sources) if name.endswith(".c")]
-    until = time.monotonic() + COMPILE_TIMEOUT_S
-    try:
-        _run([[*compiler, *flags, "-c", unit, "-o", f"{unit}.o"] for unit in units], folder, until)
-        linked = [*compiler, *flags, "-shared", *(f"{unit}.o" for unit in units), "-o", str(built), *LIBRARIES]
-        _run([linked], folder, until)
-    except (OSError, subprocess.SubprocessError) as error:
-        raise NoKernels(f"{shlex.join(compiler)} failed: {error}") from error
-    if not built.exists():
-        raise NoKernels(f"{shlex.join(compiler)} is no C compiler: it made no library")
-    built.rename(target)
+@contextlib.contextmanager
+def compiling_beside() -> Iterator[None]:
+    """Compile what `load` will want, unless it is there or somebody is at it, beside what the block does.
+
+    What goes wrong here `load`, which is called later, finds again and tells.
+    """
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(NoKernels, OSError):
+            build = _build_of(supported_variants()[-1])
+            if platform.system() == "Linux" and not build.target.exists():
+                lock = stack.enter_context((_folder_of(build) / ".lock").open("ab"))
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                stack.enter_context(_compiling(build))
+        yield
+        with contextlib.suppress(NoKernels, OSError):
+            stack.close()
 
 
-def _run(commands: Sequence[Sequence[str]], folder: Path, until: float) -> None:
-    """Run `commands` side by side; once one is found to have failed, in their order, or at `until`, all are killed.
+def _folder_of(build: _Build) -> Path:
+    """Return where all builds lie, made if it is not there, as the folder of this one is."""
+    build.target.parent.mkdir(parents=True, exist_ok=True)
+    return build.target.parent.parent
 
-    They stay in our process group, so that they end with an engine that is killed.
+
+@contextlib.contextmanager
+def _compiling(build: _Build) -> Iterator[None]:
+    """Compile the files, a process each, beside what the block does, and link them after it; the lock is held.
+
+    What a killed build left is removed first. Where the block raises, or a file fails, all compilers are killed.
+    """
+    for stale in build.target.parent.parent.glob(f"*/{_PARTIAL}*"):
+        shutil.rmtree(stale, ignore_errors=True)
+    logger.info("compiling the operations for this CPU, once, into %s", build.target)
+    began = time.monotonic()
+    command = [*build.compiler, *build.flags]
+    with tempfile.TemporaryDirectory(dir=build.target.parent, prefix=_PARTIAL, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        for source, content in build.sources.items():
+            (folder / source).write_bytes(content)
+        built, units = folder / build.target.name, [str(folder / file) for file in build.sources if file.endswith(".c")]
+        linked = [*command, "-shared", *(f"{unit}.o" for unit in units), "-o", str(built), *LIBRARIES]
+        try:
+            with _running([[*command, "-c", unit, "-o", f"{unit}.o"] for unit in units], folder):
+                yield
+            with _running([linked], folder):
+                pass
+        except _Failed as error:
+            raise NoKernels(f"{shlex.join(build.compiler)} failed: {error}") from error
+        if not built.exists():
+            raise NoKernels(f"{shlex.join(build.compiler)} is no C compiler: it made no library")
+        built.rename(build.target)
+    logger.info("compiled the operations in %.1f s", time.monotonic() - began)
+
+
+@contextlib.contextmanager
+def _running(commands: Sequence[Sequence[str]], folder: Path) -> Iterator[None]:
+    """Run `commands` side by side with the block; once one is found to have failed, in their order, all are killed.
+
+    So they are where the block raises, or where they take too long. They stay in our process group, so that they end
+    with an engine that is killed.
     """
     env = os.environ | {"TMPDIR": str(folder)}  # a killed compiler leaves nothing elsewhere
+    until = time.monotonic() + COMPILE_TIMEOUT_S
     with contextlib.ExitStack() as stack:
         processes = []
         for command in commands:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env
-            )
+            try:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=env
+                )
+            except OSError as error:
+                raise _Failed(str(error)) from error
             stack.enter_context(process)  # waits for it in the end
             stack.callback(_kill, process)
             processes.append(process)
+        yield
         for process in processes:
-            _, said = process.communicate(timeout=max(0.0, until - time.monotonic()))
+            try:
+                _, said = process.communicate(timeout=max(0.0, until - time.monotonic()))
+            except subprocess.TimeoutExpired as error:
+                raise _Failed(str(error)) from error
             if process.returncode != 0:
                 reason = said.decode(errors="replace").strip()[-2000:] or f"exit status {process.returncode}"
                 if process.returncode < 0 or _KILLED.search(reason):
-                    raise CompilerKilled(f"{shlex.join(command[:1])} was killed: {reason}; start again")
-                raise subprocess.SubprocessError(reason)
+                    raise CompilerKilled(f"{shlex.join(commands[0][:1])} was killed: {reason}; start again")
+                raise _Failed(reason)
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,15 @@ class Int4(NamedTuple):
     @classmethod
     def of(cls, weight: torch.Tensor) -> Int4:
         """Quantize `weight [outputs, inputs]`, inputs a multiple of 32, each group between its extremes."""
+        return cls.joined(map(cls._of_few, torch.split(weight, PANELS_AT_ONCE * PANEL)))
+
+    @classmethod
+    def joined(cls, parts: Iterable[Int4]) -> Int4:
+        """Return `parts`, of as many inputs each, one above the other."""
+        return cls(*map(torch.cat, zip(*parts, strict=True)))
+
+    @classmethod
+    def _of_few(cls, weight: torch.Tensor) -> Int4:
         groups = weight.float().view(len(weight), -1, GROUP)
         least = groups.amin(dim=2, keepdim=True).half()
         factor = ((groups.amax(dim=2, keepdim=True) - least.float()) / 15).half()

@@ -28,11 +28,12 @@ from engine.model_runner.memory import (
     give_back_memory,
     held_memory_bytes,
     num_available_cores,
+    step_threads,
 )
 from engine.models.base import Model, ModelShape
 from engine.models.checkpoint import model_digest, stored_tensors
 from engine.models.memory_estimate import refuse_what_cannot_fit
-from engine.models.registry import build_model, own_shape
+from engine.models.registry import build_model, own_row_bytes, own_shape
 from engine.models.save import save_sharded
 from engine.outputs import (
     Capacity,
@@ -106,14 +107,16 @@ class ModelRunner:
         """
         # Engines of one front start together, on the same cores and the same memory.
         num_engines = self._config.data_parallel_size
-        num_threads = self._num_threads = self._config.num_threads or max(1, num_available_cores() // num_engines)
+        num_threads = self._num_threads = self._config.num_threads or step_threads(num_available_cores(), num_engines)
         torch.set_num_threads(num_threads)
         shared = f", which {num_engines} engines share" if num_engines > 1 else ""
         logger.info("threads: %d, cores: %d%s", num_threads, num_available_cores(), shared)
         progress("weights", 0, 0)
         available = available_memory_bytes() // num_engines
         own = own_shape(self._folder, self._config)
-        logger.info("%s needs %s", self._folder, refuse_what_cannot_fit(self._folder, self._config, available, own))
+        row_bytes = 0 if own is None else own_row_bytes(self._folder, self._config, own)
+        estimate = refuse_what_cannot_fit(self._folder, self._config, available, own, row_bytes)
+        logger.info("%s needs %s", self._folder, estimate)
         built = build_model(self._folder, self._config, partial(progress, "weights"))
         self._model, max_model_len, dtype = built.model, built.max_model_len, built.dtype
         self._dtype, self._greatest = dtype, built.greatest or processors.greatest
@@ -122,7 +125,8 @@ class ModelRunner:
         spec = _kv_cache_spec(shape, built.kv_dtype)
         progress("profile", 0, 1)
         groups = spec.groups(max_model_len)
-        available = available_memory_bytes()
+        # A step takes its memory when it first comes.
+        available = max(0, available_memory_bytes() - num_engines * (estimate.logits_bytes + estimate.rows_bytes))
         num_blocks = choose_num_kv_blocks(
             spec, self._config, max_model_len, available, available // (4 * num_engines), MAX_CONCURRENT_PLANS
         )

@@ -87,12 +87,31 @@ class _HandedOn(NamedTuple):
     rows: torch.Tensor
 
 
+def row_bytes(config: DecoderConfig, forms: Forms) -> int:
+    """Return the memory that a row of a step takes between the operations, its scores of tokens left out."""
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    handed_on = [queries, config.intermediate_size]
+    numbers = [*[config.hidden_size] * 4, queries + 2 * keys]  # what the last norm gives twice
+    numbers += [] if forms.layers in DTYPES else handed_on
+    inputs = [(size, forms.layers) for size in handed_on]
+    inputs += [(config.hidden_size, form) for form in {forms.layers, forms.head}]
+    return (
+        4 * sum(numbers)
+        + config.num_heads * forms.pages.query_bytes(config.head_dim)
+        + sum(form.row_bytes(_padded(size)) for size, form in inputs)
+    )
+
+
 def _padded(size: int) -> int:
     return size + -size % INPUT_MULTIPLE
 
 
 class CompiledDecoder:
-    """A `Model` whose step is one call into C."""
+    """A `Model` whose step is one call into C.
+
+    Attributes:
+        num_stored_int4: Tensors of the checkpoint that were taken in the 4 bits that it holds them in.
+    """
 
     def __init__(
         self,
@@ -115,7 +134,7 @@ class CompiledDecoder:
             max_model_len: The positions that can be rotated.
             team: Runs the operations.
             forms: What weights, keys and values are stored as.
-            int4: Reads a weight that the checkpoint holds in 4 bits, by name: taken as it is where the form is INT4.
+            int4: Reads a tensor that the checkpoint holds in 4 bits, by name: taken as it is where the form is INT4.
 
         Raises:
             UnsupportedModel: A rotary embedding cannot be had for so many positions.
@@ -124,6 +143,7 @@ class CompiledDecoder:
         self._team = team
         self._forms = forms
         self._max_rows = -(-max_rows // ROW_MULTIPLE) * ROW_MULTIPLE
+        self.num_stored_int4 = 0
         self._memory: list[Any] = []
         self._inputs: dict[tuple[int, Form], torch.Tensor] = {}
         self._arena = arena = Arena()
@@ -141,14 +161,14 @@ class CompiledDecoder:
             rotary = RotaryEmbedding(rope, max_model_len, torch.float32)
             self._rotations[rope] = self._keep(arena.copy(rotary.cos)), self._keep(arena.copy(rotary.sin))
         self._int4 = int4 or {}
-        self._places: dict[int, Callable[[], Int4]] = {}
+        self._names: dict[int, tuple[str, int]] = {}
         embedding = torch.empty(config.vocab_size, config.hidden_size, dtype=dtype)
-        fill({EMBEDDING: embedding})
+        self._fill_parts({EMBEDDING: embedding}, fill)
         form = forms.head if config.ties_embeddings else Form.of("none", dtype)
-        self._embedding = head = self._keep(PackedWeight(embedding, None, form, arena=arena))
+        self._embedding = head = self._packed(embedding, None, form)
         if not config.ties_embeddings:
-            fill({HEAD: embedding})
-            head = self._keep(PackedWeight(embedding, None, forms.head, arena=arena))
+            self._fill_parts({HEAD: embedding}, fill)
+            head = self._packed(embedding, None, forms.head)
         del embedding
         self._embedding_scale = embedding_scale(config, dtype)
         self._head = self._logits_program(head)
@@ -213,8 +233,7 @@ class CompiledDecoder:
         config, form = self.config, self._forms.pages
         layer = Layer(config, index, dtype)
         tensors = {f"model.layers.{index}.{name}": tensor for name, tensor in layer.destinations().items()}
-        fill(tensors)
-        self._places = {tensor.data_ptr(): self._int4[name] for name, tensor in tensors.items() if name in self._int4}
+        self._fill_parts(tensors, fill)
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         width = queries + 2 * keys
         mlp = layer.mlp
@@ -299,14 +318,18 @@ class CompiledDecoder:
         self, linear: Linear, rows: torch.Tensor, out: torch.Tensor, stride: int, epilogue: Epilogue = Epilogue.STORE
     ) -> Product:
         """Describe a layer's product with `rows`, its weight packed."""
-        form, weight, bias, int4 = self._forms.layers, linear.weight, linear.bias, None
-        if form is Form.INT4:
-            int4 = self._stored_int4(weight)
-        if epilogue is Epilogue.GATE:
+        packed = self._packed(linear.weight, linear.bias, self._forms.layers, is_interleaved=epilogue is Epilogue.GATE)
+        return self._product(packed, rows, out, stride, epilogue)
+
+    def _packed(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, form: Form, *, is_interleaved: bool = False
+    ) -> PackedWeight:
+        """Pack `weight`, of which the checkpoint's own 4 bits are taken as they are where the form is INT4."""
+        int4 = self._stored_int4(weight) if form is Form.INT4 else None
+        if is_interleaved:
             weight, bias = interleaved(weight), None if bias is None else interleaved(bias)
             int4 = None if int4 is None else Int4(*map(interleaved, int4))
-        packed = self._keep(PackedWeight(weight, bias, form, int4, self._arena))
-        return self._product(packed, rows, out, stride, epilogue)
+        return self._keep(PackedWeight(weight, bias, form, int4, self._arena))
 
     def _product(
         self,
@@ -324,16 +347,27 @@ class CompiledDecoder:
         operation.out, operation.out_stride = pointer(out), stride
         return operation
 
+    def _fill_parts(self, tensors: Mapping[str, torch.Tensor], fill: Fill) -> None:
+        """Fill `tensors`, by the checkpoint's names, of which the weights that are packed next are made."""
+        fill(tensors)
+        self._names = {tensor.data_ptr(): (name, len(tensor)) for name, tensor in tensors.items() if tensor.dim() == 2}
+
     def _stored_int4(self, weight: torch.Tensor) -> Int4 | None:
-        """Return what the checkpoint holds in 4 bits of all rows of `weight`, which may be several of its tensors."""
-        parts, row = [], 0
+        """Return `weight` in 4 bits, what the checkpoint holds so as it is; None where it holds nothing of it so.
+
+        A weight may be several tensors of the checkpoint, one above the other.
+        """
+        parts: list[tuple[torch.Tensor, Callable[[], Int4] | None]] = []
+        row = 0
         while row < len(weight):
-            read = self._places.get(weight[row].data_ptr())
-            if read is None:
-                return None
-            parts.append(read())
-            row += len(parts[-1].factor)
-        return Int4(*map(torch.cat, zip(*parts, strict=True)))
+            name, num_rows = self._names[weight[row].data_ptr()]
+            parts.append((weight[row : row + num_rows], self._int4.get(name)))
+            row += num_rows
+        num_stored = sum(read is not None for _, read in parts)
+        if not num_stored:
+            return None
+        self.num_stored_int4 += num_stored
+        return Int4.joined(Int4.of(rows) if read is None else read() for rows, read in parts)
 
     def _logits_program(self, head: PackedWeight) -> tuple[list[Any], Program]:
         hidden_size, vocab_size = self.config.hidden_size, self.config.vocab_size

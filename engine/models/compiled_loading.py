@@ -17,7 +17,7 @@ from engine.kernels.operations import Form, Team, greatest
 from engine.kernels.weights import Int4
 from engine.models.base import BuiltModel
 from engine.models.checkpoint import EMBEDDING, HEAD, stored_tensors
-from engine.models.compiled_decoder import CompiledDecoder, Forms, why_not
+from engine.models.compiled_decoder import CompiledDecoder, Forms, row_bytes, why_not
 from engine.models.decoder_config import DecoderConfig
 from engine.models.weights import WeightReader
 
@@ -51,8 +51,7 @@ def load_compiled(
     if config.kernels == "torch":
         return None
     is_quantized = config.quantization != "none"
-    if dtype == torch.float16 and config.dtype == "auto":
-        dtype = torch.bfloat16
+    dtype = _read_as(dtype, config)
     reason, library = why_not(shape, config.block_size, dtype, is_quantized=is_quantized), None
     try:
         library = load() if reason is None else None
@@ -66,8 +65,8 @@ def load_compiled(
         return None
     team = Team(library, torch.get_num_threads(), round(config.spin * 1000))
     kv_dtype = _kv_dtype(config, dtype)
-    forms = Forms(Form.of(config.quantization, dtype), Form.of(_head(config), dtype), Form.of_pages(kv_dtype))
-    int4 = _stored_int4(folder, forms.layers)
+    forms = _forms(config, dtype)
+    int4 = _stored_int4(folder, forms)
     names = {tensor.name for tensor in stored_tensors(folder)}
     reader = WeightReader(folder, len(names), progress)
 
@@ -80,17 +79,33 @@ def load_compiled(
     model = CompiledDecoder(shape, dtype, fill, rows, max_model_len, team, forms, int4)
     torch.set_num_threads(1)  # a team of torch's would spin after each little operation, on cores that ours needs
     logger.info(
-        "operations in C, layers %s%s, head %s, keys and values %s",
+        "operations in C, layers %s, head %s, keys and values %s%s",
         forms.layers.name.lower(),
-        f" ({len(int4)} tensors as they are stored)" if int4 else "",
         forms.head.name.lower(),
         forms.pages.name.lower(),
+        f"; {model.num_stored_int4} tensors in 4 bits as they are stored" if model.num_stored_int4 else "",
     )
     return BuiltModel(model, max_model_len, dtype, kv_dtype, CompiledPages, partial(greatest, team))
 
 
-def _stored_int4(folder: Path, layers: Form) -> dict[str, Callable[[], Int4]]:
-    if layers is not Form.INT4:
+def step_row_bytes(shape: DecoderConfig, config: EngineConfig, dtype: torch.dtype) -> int:
+    """Return the memory that a row of a step takes where the operations in C run `shape`; 0 where they cannot."""
+    dtype = _read_as(dtype, config)
+    reason = why_not(shape, config.block_size, dtype, is_quantized=config.quantization != "none")
+    return 0 if reason is not None or config.kernels == "torch" else row_bytes(shape, _forms(config, dtype))
+
+
+def _read_as(dtype: torch.dtype, config: EngineConfig) -> torch.dtype:
+    return torch.bfloat16 if dtype == torch.float16 and config.dtype == "auto" else dtype
+
+
+def _forms(config: EngineConfig, dtype: torch.dtype) -> Forms:
+    pages = Form.of_pages(_kv_dtype(config, dtype))
+    return Forms(Form.of(config.quantization, dtype), Form.of(_head(config), dtype), pages)
+
+
+def _stored_int4(folder: Path, forms: Forms) -> dict[str, Callable[[], Int4]]:
+    if Form.INT4 not in (forms.layers, forms.head):
         return {}
     from engine.models.gguf_blocks import stored_int4  # and the gguf package, for this form alone
 

@@ -76,6 +76,7 @@ class MemoryEstimate(NamedTuple):
         kv_bytes: Keys and values of one request of `max_model_len` tokens.
         rotary_bytes: The cosines and sines of that many positions.
         logits_bytes: The scores of the requests of one full step, in float32.
+        rows_bytes: What lies between the operations of one full step, for all its rows.
         max_model_len: The context that was asked for, or the model's own; 0 where neither is known.
         longest: The longest context, of those that can be asked for, whose K/V and rotary table fit `available_bytes`
             beside the weights.
@@ -87,6 +88,7 @@ class MemoryEstimate(NamedTuple):
     kv_bytes: int
     rotary_bytes: int
     logits_bytes: int
+    rows_bytes: int
     max_model_len: int
     longest: int
     available_bytes: int
@@ -94,17 +96,25 @@ class MemoryEstimate(NamedTuple):
     @property
     def peak_bytes(self) -> int:
         """The most that is needed at one time."""
-        return self.weights_bytes + max(self.loading_bytes, self.kv_bytes + self.rotary_bytes + self.logits_bytes)
+        return max(self.weights_bytes + self.loading_bytes, self.without_rows_bytes + self.rows_bytes)
+
+    @property
+    def without_rows_bytes(self) -> int:
+        """What is needed once it is loaded, but for the rows of a step."""
+        return self.weights_bytes + self.kv_bytes + self.rotary_bytes + self.logits_bytes
 
     def __str__(self) -> str:
         return (
             f"{_mib(self.peak_bytes)} of memory at least: weights {_mib(self.weights_bytes)} and, while loading, "
             f"{_mib(self.loading_bytes)}; then K/V of one request of {self.max_model_len} tokens "
-            f"{_mib(self.kv_bytes)}, its rotary table {_mib(self.rotary_bytes)}, logits {_mib(self.logits_bytes)}"
+            f"{_mib(self.kv_bytes)}, its rotary table {_mib(self.rotary_bytes)}, of one full step "
+            f"logits {_mib(self.logits_bytes)} and rows {_mib(self.rows_bytes)}"
         )
 
 
-def estimate_memory(folder: Path, config: EngineConfig, available_bytes: int, own: OwnShape | None) -> MemoryEstimate:
+def estimate_memory(
+    folder: Path, config: EngineConfig, available_bytes: int, own: OwnShape | None, row_bytes: int = 0
+) -> MemoryEstimate:
     """Return what the model of `folder` needs under `config`.
 
     Args:
@@ -112,6 +122,7 @@ def estimate_memory(folder: Path, config: EngineConfig, available_bytes: int, ow
         config: Of the engine.
         available_bytes: What there is.
         own: Of our own decoder, if that will run the model; None if transformers will.
+        row_bytes: What a row of a step takes between operations, as far as it is known.
 
     Raises:
         CheckpointError: A file is missing or unreadable, or a number in config.json makes no sense.
@@ -138,15 +149,22 @@ def estimate_memory(folder: Path, config: EngineConfig, available_bytes: int, ow
     def rotary_bytes(num_tokens: int) -> int:
         return num_tokens * sum(own.rotary_dims) * _ROTARY_ITEM_BYTES if own is not None else 0
 
+    def rows_bytes(num_tokens: int) -> int:
+        return row_bytes * min(config.max_num_batched_tokens, config.max_num_seqs * num_tokens)
+
+    def taken_bytes(num_tokens: int) -> int:
+        return kv_bytes(num_tokens) + rotary_bytes(num_tokens) + rows_bytes(num_tokens)
+
     left = available_bytes - weights_bytes - logits_bytes
     lengths = range(min(max_model_len, _MAX_MODEL_LEN) + 1)
-    longest = bisect_right(lengths, left, key=lambda length: kv_bytes(length) + rotary_bytes(length)) - 1
+    longest = bisect_right(lengths, left, key=taken_bytes) - 1
     return MemoryEstimate(
         weights_bytes=weights_bytes,
         loading_bytes=loading_bytes,
         kv_bytes=kv_bytes(max_model_len),
         rotary_bytes=rotary_bytes(max_model_len),
         logits_bytes=logits_bytes,
+        rows_bytes=rows_bytes(max_model_len),
         max_model_len=max_model_len,
         longest=longest,
         available_bytes=available_bytes,
@@ -154,7 +172,7 @@ def estimate_memory(folder: Path, config: EngineConfig, available_bytes: int, ow
 
 
 def refuse_what_cannot_fit(
-    folder: Path, config: EngineConfig, available_bytes: int, own: OwnShape | None
+    folder: Path, config: EngineConfig, available_bytes: int, own: OwnShape | None, row_bytes: int = 0
 ) -> MemoryEstimate:
     """Return the estimate; see `estimate_memory`.
 
@@ -162,20 +180,26 @@ def refuse_what_cannot_fit(
         ConfigError: The model cannot fit, with the numbers and what to do.
         CheckpointError: A file is missing or unreadable.
     """
-    estimate = estimate_memory(folder, config, available_bytes, own)
+    estimate = estimate_memory(folder, config, available_bytes, own, row_bytes)
     if estimate.peak_bytes <= available_bytes:
         return estimate
-    if estimate.longest >= 2 and estimate.weights_bytes + estimate.loading_bytes <= available_bytes:
+    loads = estimate.weights_bytes + estimate.loading_bytes <= available_bytes
+    most_rows = (available_bytes - estimate.without_rows_bytes) // max(1, row_bytes)
+    if loads and most_rows >= config.max_num_seqs:
+        remedy = f"lower --max-num-batched-tokens {config.max_num_batched_tokens} to at most {most_rows}"
+    elif loads and estimate.longest >= 2:
         remedy = f"lower --max-model-len to at most {estimate.longest}"
-    elif config.dtype == "float32" and _fits_as_bfloat16(folder, config, available_bytes, own):
+    elif config.dtype == "float32" and _fits_as_bfloat16(folder, config, available_bytes, own, row_bytes):
         remedy = "take --dtype bfloat16, which halves it, or a smaller model"
     else:
         remedy = "take a smaller model"
     raise ConfigError(f"{folder} needs {estimate}; {_mib(available_bytes)} are available: {remedy}, or free memory")
 
 
-def _fits_as_bfloat16(folder: Path, config: EngineConfig, available_bytes: int, own: OwnShape | None) -> bool:
-    halved = estimate_memory(folder, msgspec.structs.replace(config, dtype="bfloat16"), available_bytes, own)
+def _fits_as_bfloat16(
+    folder: Path, config: EngineConfig, available_bytes: int, own: OwnShape | None, row_bytes: int
+) -> bool:
+    halved = estimate_memory(folder, msgspec.structs.replace(config, dtype="bfloat16"), available_bytes, own, row_bytes)
     return halved.peak_bytes <= available_bytes
 
 

@@ -18,7 +18,7 @@ from engine.errors import CheckpointError, ConfigError, ModelError, UnsupportedM
 from engine.models.base import BuiltModel
 from engine.models.cache import own_torch_cache
 from engine.models.checkpoint import EMBEDDING, HEAD, read_config, stored_tensors
-from engine.models.compiled_loading import load_compiled
+from engine.models.compiled_loading import load_compiled, step_row_bytes
 from engine.models.decoder import Decoder
 from engine.models.decoder_config import DecoderConfig
 from engine.models.families import DECODERS
@@ -146,6 +146,16 @@ def own_shape(folder: Path, config: EngineConfig) -> DecoderConfig | None:
         return None if config.model_impl == "transformers" else decoder_config(raw)
     except ModelError:
         return None
+
+
+def own_row_bytes(folder: Path, config: EngineConfig, shape: DecoderConfig) -> int:
+    """Return the memory that a row of a step of `shape`, the own decoder's, takes, as far as it is known before.
+
+    Raises:
+        UnsupportedModel: The checkpoint's own type is not one that is read.
+        CheckpointError: There is no readable weight file.
+    """
+    return step_row_bytes(shape, config, resolve_dtype(config.dtype, read_config(folder), folder))
 
 
 def build_model(folder: Path, config: EngineConfig, progress: Callable[[int, int], None]) -> BuiltModel:

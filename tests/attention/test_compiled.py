@@ -164,3 +164,20 @@ def test_no_number_in_a_key_or_a_value_reaches_all_that_see_it_and_nobody_else(
             assert attended[:22].isfinite().all()
             if cap is None or bad != torch.inf:  # an infinite score is capped
                 assert not attended[22:].isfinite().flatten(1).all(dim=1).any()
+
+
+def test_block_tables_have_one_room_for_all_steps_and_nothing_of_earlier_ones_in_it() -> None:
+    pages = Attention(Form.FLOAT32, 1, 1, 16, supported_variants()[0]).pages
+
+    def prepare(*tables: list[int]) -> tuple[int, np.ndarray]:
+        rows = [RequestRows(i, 1, 0, [np.array(table, dtype=np.int32)]) for i, table in enumerate(tables)]
+        step, (_, laid_out) = pages.prepare(AttentionBatch(rows))
+        return step.block_tables, laid_out.copy()
+
+    room, _ = prepare([1, 2, 3], [4, 5, 6], [7, 8, 9])
+    small = prepare([6], [1, 2])
+    assert small[0] == room
+    assert small[1].tolist() == [[[6, 0], [1, 2]]]
+    grown = prepare(*([number] * number for number in range(1, 12)))
+    assert grown[1][0, 9].tolist() == [10] * 10 + [0]
+    assert prepare(*([number] * 11 for number in range(1, 12)))[0] == grown[0]

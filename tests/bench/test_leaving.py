@@ -122,7 +122,7 @@ async def test_all_that_leave_are_timed_from_their_own_leaving_until_nothing_is_
 
 def test_a_step_that_begins_between_the_last_abort_and_the_end_of_what_was_held_is_counted(tmp_path: Path) -> None:
     def event(name: str, row: str, at_ms: float, **arguments: int) -> dict[str, Any]:
-        return {"name": name, "tid": row, "ts": 1000 * at_ms, "dur": 8000, "args": arguments}
+        return {"name": name, "cat": row, "ph": "X", "ts": 1000 * at_ms, "dur": 8000, "args": arguments}
 
     rows = {"num_requests": 2, "num_tokens": 2}
     events = [

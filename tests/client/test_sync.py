@@ -97,10 +97,10 @@ def engine_folders(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], lis
 
 
 def test_an_engine_whose_caller_does_other_things_holds_still_and_lives() -> None:
-    with make_client(step_timeout=0.2) as client:
+    with make_client(step_timeout=1) as client:
         asked = request([65], SamplingParams(temperature=0, max_tokens=400))
         client.add_request(asked)
-        time.sleep(0.5)
+        time.sleep(1.5)
         messages = [client.get_output()]
         assert len(client._outputs) <= MAX_STEPS_AHEAD + 1  # and one of the request's arrival
         read_to_the_end(client, messages)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import signal
@@ -168,7 +169,7 @@ def test_what_an_engine_that_is_killed_while_it_compiles_leaves_is_removed_by_th
 
 
 def test_a_library_that_cannot_be_loaded_is_built_again() -> None:
-    target, _ = library._build_of("plain")
+    target = library._build_of("plain").target
     target.parent.mkdir(parents=True)
     target.touch()
     library.load("plain")
@@ -180,9 +181,9 @@ def test_a_compiler_may_have_arguments(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("CC", fake_compiler(tmp_path, f'echo "$1" >> {told}; exec gcc "$@"') + " -DSOMETHING")
     library.load("plain")
     assert set(told.read_text().split()) == {"-DSOMETHING"}
-    assert library._build_of("plain")[0].exists()
+    assert library._build_of("plain").target.exists()
     monkeypatch.setenv("CC", os.environ["CC"] + " -DSOMETHING_ELSE")
-    assert not library._build_of("plain")[0].exists()
+    assert not library._build_of("plain").target.exists()
 
 
 def test_a_compiler_that_does_not_answer_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,3 +232,66 @@ def test_another_file_is_another_library_and_so_are_other_options_and_libraries(
     monkeypatch.setattr(library, "LIBRARIES", (*library.LIBRARIES, "-lc"))
     library.load("plain")
     assert len([name for name in os.listdir(own_cache / "kernels") if name != ".lock"]) == 4
+
+
+@pytest.fixture
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "supported_variants", lambda: ["plain"])
+
+
+def test_it_is_compiled_beside_what_a_start_has_to_do_before(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: None
+) -> None:
+    os.mkfifo(tmp_path / "go")
+    waits = f'case "$*" in *" -c "*first.c*) read go < {tmp_path}/go ;; esac'
+    monkeypatch.setenv("CC", fake_compiler(tmp_path, f'{waits}; echo "$1" >> {tmp_path}/told; exec gcc "$@"'))
+    with library.compiling_beside():
+        (tmp_path / "go").write_text("it has begun, and waits for this\n")
+    assert built(own_cache) == [".lock", "plain.so"]
+    (tmp_path / "told").unlink()
+    library.load()
+    with library.compiling_beside():
+        pass
+    assert set((tmp_path / "told").read_text().split()) == {"--version"}
+
+
+@pytest.mark.parametrize("error", [OSError, NoKernels, KeyboardInterrupt])
+def test_what_is_compiled_beside_a_block_that_raises_is_given_up(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: None, error: type[BaseException]
+) -> None:
+    monkeypatch.setenv("CC", hanging_compiler(tmp_path, "exec sleep 60"))
+
+    def raise_once_it_is_compiled() -> None:
+        with library.compiling_beside():
+            (tmp_path / "begun").read_text()
+            raise error("of the block")
+
+    with pytest.raises(error, match="of the block"):
+        raise_once_it_is_compiled()
+    assert not Path("/proc", (tmp_path / "pid").read_text().strip()).exists()
+    assert built(own_cache) == [".lock"]
+
+
+@pytest.mark.parametrize("script", ["exit 1", "exit 0", '[ "$1" = --version ] || kill -9 $$'])
+def test_what_fails_beside_is_told_by_who_needs_it(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: None, script: str
+) -> None:
+    monkeypatch.setenv("CC", fake_compiler(tmp_path, script))
+    with library.compiling_beside():
+        pass
+    with pytest.raises(NoKernels):
+        library.load()
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    monkeypatch.delenv("CC")
+    with library.compiling_beside():
+        pass
+    assert built(own_cache) == [".lock"]
+
+
+def test_nobody_waits_for_what_another_compiles_before_it_is_needed(own_cache: Path, plain: None) -> None:
+    (own_cache / "kernels").mkdir(parents=True)
+    with (own_cache / "kernels" / ".lock").open("ab") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with library.compiling_beside():
+            pass
+    assert built(own_cache) == [".lock"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,12 @@ from engine.attention.compiled import CompiledPages
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kernels.library import load, supported_variants
+from engine.kernels.memory import zeros
 from engine.kernels.operations import Form, Team
 from engine.kv_cache.spec import NULL_BLOCK, KVCacheSpec, num_skipped_blocks
 from engine.model_runner.model_runner import ModelRunner
 from engine.models.checkpoint import read_config
-from engine.models.compiled_decoder import CompiledDecoder, Forms, why_not
+from engine.models.compiled_decoder import CompiledDecoder, Forms, row_bytes, why_not
 from engine.models.registry import decoder_config
 from engine.models.weights import WeightReader
 from engine.outputs import RequestId, ScheduledRequest, SchedulerOutput
@@ -90,6 +92,24 @@ def draw_prompt(length: int, seed: int) -> list[int]:
     return torch.randint(0, 199, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma 2", "olmo2"])
+@pytest.mark.parametrize("forms", FORMS)
+def test_what_a_row_takes_is_known_before(
+    make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch, forms: str, family: str
+) -> None:
+    taken = 0
+
+    def noted(count: int, dtype: torch.dtype, *, is_huge: bool) -> torch.Tensor:
+        nonlocal taken
+        taken += count * dtype.itemsize
+        return zeros(count, dtype, is_huge=is_huge)
+
+    monkeypatch.setattr("engine.models.compiled_decoder.zeros", noted)
+    stack = Stack(make_checkpoint(family, **HEADS)[0], FORMS[forms])
+    copied = 4 * stack.model.config.hidden_size  # what the last norm gives, which outlives the step
+    assert taken == 512 * (row_bytes(stack.model.config, FORMS[forms]) - copied)
+
+
 @torch.inference_mode()
 @pytest.mark.parametrize("family", DENSE)
 def test_logits_equal_those_of_transformers(family: str, make_checkpoint: Any) -> None:
@@ -123,13 +143,13 @@ def test_bits_do_not_depend_on_chunks_neighbours_or_threads(
         assert torch.equal(torch.cat(pieces), whole[: sum(map(len, pieces))])
 
 
-@pytest.mark.parametrize("forms", FORMS)
+@pytest.mark.parametrize("forms", [forms for forms in FORMS if forms != "float32"])
 def test_quantized_logits_are_near_those_of_float32(make_checkpoint: Any, forms: str) -> None:
     folder, _ = make_checkpoint("llama", **HEADS)
     tokens = draw_prompt(60, seed=2)
     (exact,), (found,) = Stack(folder).logits([(0, tokens, 0)]), Stack(folder, FORMS[forms]).logits([(0, tokens, 0)])
     error = (found - exact).norm() / exact.norm()
-    assert error < {"float32": 1e-5, "bfloat16": 0.03, "int8": 0.05}.get(forms, 0.3), error
+    assert error < {"bfloat16": 0.03, "int8": 0.05}.get(forms, 0.3), error
 
 
 def start(folder: Path, **settings: Any) -> ModelRunner:
@@ -188,6 +208,24 @@ def test_what_the_operations_in_c_cannot_do_is_refused_where_it_is_asked_for(
 ) -> None:
     with pytest.raises(ConfigError, match=reason):
         start(make_checkpoint(family, **HEADS)[0], **settings)
+
+
+def test_a_step_too_large_for_the_memory_is_refused_before_anything_is_loaded(
+    make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, _ = make_checkpoint("llama", **HEADS)
+    settings: dict[str, Any] = {"max_num_seqs": 16, "max_model_len": 64, "num_threads": 1, "kernels": "compiled"}
+    monkeypatch.setattr("engine.model_runner.model_runner.available_memory_bytes", lambda: 2**20)
+    phases = []
+    runner = ModelRunner(EngineConfig(max_num_batched_tokens=4096, **settings), folder)
+    with pytest.raises(ConfigError, match=r"--max-num-batched-tokens 4096 to at most \d+, or free memory") as refusal:
+        runner.start(lambda phase, done, total: phases.append((done, total)))
+    assert phases == [(0, 0)]
+    (most,) = re.findall(r"at most (\d+)", str(refusal.value))
+    ModelRunner(EngineConfig(max_num_batched_tokens=int(most), **settings), folder).start(lambda *call: None)
+    all_of_it = EngineConfig(max_num_batched_tokens=int(most), kv_cache_memory_bytes=2**20, **settings)
+    with pytest.raises(ConfigError, match=r"--kv-cache-memory-bytes 1048576 takes .* lower it to at most"):
+        ModelRunner(all_of_it, folder).start(lambda *call: None)
 
 
 def test_what_they_cannot_do_runs_on_torch_and_the_log_says_why(

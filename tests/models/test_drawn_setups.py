@@ -1,12 +1,14 @@
 """Requests in drawn set-ups through core and runner, on the operations in C: in each the bits they get alone.
 
 A set-up is a choice of requests and of the steps in which they come, a budget of tokens a step, a pool of blocks, a
-number of threads, and what the core is asked for. What the draws must have brought is counted.
+number of threads, and what the core is asked for. What the draws must have brought is counted. METRONOME_NUM_SETUPS=50
+draws 100 in each storage form (50 a checkpoint) in place of 26.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 import random
 from collections import Counter
 from pathlib import Path
@@ -27,7 +29,8 @@ from engine.sampling_params import SamplingParams
 MAX_MODEL_LEN = 1200
 MAX_BUDGET = 2048
 BLOCK_SIZE = 16
-NUM_SETUPS = 13
+NUM_SETUPS = int(os.environ.get("METRONOME_NUM_SETUPS", "13"))
+"""Of each checkpoint and form; those of a larger number begin with those of a smaller one."""
 SIZES = {"vocab_size": 199, "hidden_size": 96, "intermediate_size": 160, "max_position_embeddings": 2048}
 CHECKPOINTS: dict[str, tuple[str, dict[str, Any]]] = {
     "windows, heads of 32": (

@@ -5,8 +5,9 @@ import json
 import random
 import struct
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import gguf
@@ -94,6 +95,7 @@ def write_gguf(
     tokens: list[str] | None = None,
     edit: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
     quantization: Quantization = Quantization.F32,
+    forms: Mapping[str, Quantization] = MappingProxyType({}),
 ) -> Path:
     tokens = TOKENS if tokens is None else tokens
     writer = gguf.GGUFWriter(path, architecture)
@@ -116,7 +118,7 @@ def write_gguf(
     writer.add_eos_token_id(TOKENS.index("<|end|>"))
     edit(writer)
     for name, weight in weights.items():
-        form = quantization if weight.ndim > 1 else Quantization.F32
+        form = forms.get(name, quantization) if weight.ndim > 1 else Quantization.F32
         writer.add_tensor(name, gguf.quants.quantize(stored(name, weight), form), raw_dtype=form)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

@@ -126,6 +126,23 @@ def test_a_context_that_cannot_fit_is_refused_with_the_numbers_and_the_longest_t
     assert refuse_what_cannot_fit(folder, lower, available).longest == 944
 
 
+def test_rows_that_cannot_fit_are_refused_with_the_number_that_does(tmp_path: Path) -> None:
+    folder = write(tmp_path)
+    config = EngineConfig(max_num_seqs=8, max_num_batched_tokens=5000, max_model_len=128)
+    shape = own_shape(folder, config)
+    found = estimate_memory(folder, config, 2**30, shape, row_bytes=3000)
+    assert found.rows_bytes == 3000 * 8 * 128, "no step has more rows than its requests have tokens"
+    assert found.peak_bytes == found.without_rows_bytes + found.rows_bytes
+    available = found.without_rows_bytes + 3000 * 700 + 2999
+    with pytest.raises(ConfigError, match="lower --max-num-batched-tokens 5000 to at most 700, or"):
+        refuse(folder, config, available, shape, row_bytes=3000)
+    for num_rows, fits in ((700, True), (701, False)):
+        lower = EngineConfig(max_num_seqs=8, max_num_batched_tokens=num_rows, max_model_len=128)
+        assert (estimate_memory(folder, lower, available, shape, 3000).peak_bytes <= available) is fits
+    with pytest.raises(ConfigError, match=r"lower --max-model-len to at most \d+, or"):
+        refuse(folder, config, found.without_rows_bytes + 3000 * 7, shape, row_bytes=3000)
+
+
 @pytest.mark.parametrize(
     ("dtype", "available_bytes", "remedy"),
     [

@@ -21,14 +21,14 @@ static void amx_begin(int form, int num_rows)
     _tile_loadconfig(&config);
 }
 
-static void amx_bfloat16(const linear_operation *op, int64_t row, int n, const uint16_t *w, float *out)
+static void amx_bfloat16(const linear_operation *op, int64_t row, int n, const uint16_t *w, int fetches, float *out)
 {
     const int num_inputs = op->num_inputs;
     const int64_t x_bytes = (int64_t)num_inputs * 2, w_bytes = PANEL * 4;
     const uint16_t *x = (const uint16_t *)op->in + row * num_inputs;
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
     for (int k = 0; k < num_inputs; k += 32, w += 32 * PANEL) {
-        for (int line = 0; line < 32; line++) _mm_prefetch((const char *)w + PREFETCHED_BYTES + 64 * line, _MM_HINT_T0);
+        for (int line = 0; fetches && line < 32; line++) _mm_prefetch((const char *)w + PREFETCHED_BYTES + 64 * line, _MM_HINT_T0);
         _tile_loadd(4, x + k, x_bytes);
         _tile_loadd(6, w, w_bytes);
         _tile_loadd(7, w + PANEL, w_bytes);
@@ -117,7 +117,8 @@ INLINE void spread_int4(const uint8_t *w, int num_groups, uint8_t *out)
     }
 }
 
-INLINE void amx_panel(const int form, const linear_operation *op, int64_t row, int n, const uint8_t *panel, float *sums)
+INLINE void amx_panel(const int form, const linear_operation *op, int64_t row, int n, const uint8_t *panel, int fetches,
+                      float *sums)
 {
     const int size = form == INT8 ? WIDE_GROUP : GROUP, group_bytes = form == INT8 ? size * PANEL : INT4_BYTES;
     const int num_groups = op->num_inputs / size, num_chunks = (num_groups + MOST_GROUPS - 1) / MOST_GROUPS;
@@ -133,7 +134,7 @@ INLINE void amx_panel(const int form, const linear_operation *op, int64_t row, i
         }
         for (int from = 0; from < n; from += 2 * BAND) {
             quantized_row x[2];
-            const int num_bands = n - from > BAND ? 2 : 1, num_lines = from ? 0 : group_bytes / 64 / (2 * num_bands);
+            const int num_bands = n - from > BAND ? 2 : 1, num_lines = from || !fetches ? 0 : group_bytes / 64 / (2 * num_bands);
             for (int band = 0; band < num_bands; band++)
                 x[band] = quantized(form, op->in, row + from + band * BAND, op->num_inputs);
             const int64_t offset = (int64_t)first * BAND * size;
@@ -154,13 +155,13 @@ INLINE void amx_panel(const int form, const linear_operation *op, int64_t row, i
 }
 
 /* Multiply n rows with a panel. */
-static void amx_quantized(const linear_operation *op, int64_t row, int n, const uint8_t *w, float *sums)
+static void amx_quantized(const linear_operation *op, int64_t row, int n, const uint8_t *w, int fetches, float *sums)
 {
     for (int m = 0; m < (n + BAND - 1) / BAND * BAND; m++) {
         floats first = all(op->form == INT8 ? *quantized(INT8, op->in, row + m, op->num_inputs).sums * -128.f : 0.f);
         for (int i = 0; i < PANEL; i += LANES) store(sums + m * PANEL + i, first);
     }
-    if (op->form == INT8) amx_panel(INT8, op, row, n, w, sums);
-    else amx_panel(INT4, op, row, n, w, sums);
+    if (op->form == INT8) amx_panel(INT8, op, row, n, w, fetches, sums);
+    else amx_panel(INT4, op, row, n, w, fetches, sums);
 }
 #endif

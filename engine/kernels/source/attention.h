@@ -325,7 +325,7 @@ static void amx_attention_begin(const unit *u, int form, int head_size, amx_room
                 const int count = size_bytes - first < chunk_bytes ? size_bytes - first : chunk_bytes;
                 char *to = room->queries[b] + first * MAX_QUERIES + i * chunk_bytes;
                 if (count < chunk_bytes) memset(to, 0, chunk_bytes);
-                memcpy(to, query + first, count);
+                for (int at = 0; at < count; at += 16) memcpy(to + at, query + first + at, 16);
             }
             if (form != INT8) continue;
             const float *scales = (const float *)(query + num_groups * GROUP);

@@ -160,10 +160,11 @@ INLINE int64_t panel_bytes(int form, int num_inputs)
 
 #include "amx.h"
 
-INLINE floats activate(int activation, floats x)
+/* As exact as float32, or as bfloat16 and whole numbers ask for. */
+INLINE floats activate(const int is_exact, int activation, floats x)
 {
-    if (activation == SILU) return x * sigmoid(x);
-    return x * sigmoid((x + x * x * x * 0.044715f) * 1.5957691216f); /* 2 * sqrt(2 / pi) */
+    const floats gate = activation == SILU ? x : (x + x * x * x * 0.044715f) * 1.5957691216f; /* 2 * sqrt(2 / pi) */
+    return x * (is_exact ? sigmoid(gate) : rough_sigmoid(gate));
 }
 
 /* Do with one row's sums of a panel what the operation says. */
@@ -178,8 +179,10 @@ INLINE void finish(const linear_operation *op, int64_t row, int64_t panel, const
     }
     if (op->epilogue == GATE) {
         const int64_t at = row * op->out_stride + panel * PANEL / 2;
-        for (int v = 0; v < VECTORS / 2; v++)
-            store_as(op->out_form == BFLOAT16, op->out, at + v * LANES, activate(op->activation, of[v]) * of[v + VECTORS / 2]);
+        for (int v = 0; v < VECTORS / 2; v++) {
+            const floats gated = activate(op->form == FLOAT32, op->activation, of[v]) * of[v + VECTORS / 2];
+            store_as(op->out_form == BFLOAT16, op->out, at + v * LANES, gated);
+        }
         return;
     }
     float *out = (float *)op->out + row * op->out_stride + panel * PANEL;
@@ -222,8 +225,9 @@ static void linear(const linear_operation *op, int64_t num_rows, int64_t begin, 
 #if defined(__AMX_BF16__)
             if (most > TILE_ROWS) {
                 end = row + most < num_rows ? row + most : num_rows;
-                if (op->form == BFLOAT16) amx_bfloat16(op, row, end - row, (const uint16_t *)w, sums);
-                else amx_quantized(op, row, end - row, (const uint8_t *)w, sums);
+                const int fetches = row == 0 || end == num_rows; /* what follows of this panel, and of the next one */
+                if (op->form == BFLOAT16) amx_bfloat16(op, row, end - row, (const uint16_t *)w, fetches, sums);
+                else amx_quantized(op, row, end - row, (const uint8_t *)w, fetches, sums);
             } else
 #endif
             {
