@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -116,10 +118,16 @@ async def test_a_hostile_form_is_refused_with_the_reason_and_the_next_one_is_ser
 async def test_a_form_whose_masks_take_too_long_behind_what_a_trial_walks_through_ends_its_request_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.grammar_compiler.BURST_S", 0.02)
-    monkeypatch.setattr("engine.grammar_compiler.MASK_S", 0.0005)
-    prefix = "x" * (NUM_STEPS + 10)
-    costly = params_of({"grammar": f'start: "{prefix}" e\ne: e e | /a/'}, max_tokens=3000)
+    """By a clock of the test's: behind the prefix, each mask and each token takes 50 ms."""
+    prefix, num_looks, now_s = "x" * (NUM_STEPS + 10), itertools.count(), 0.0
+
+    def thread_time() -> float:
+        nonlocal now_s
+        now_s += 0.05 if 4 * len(prefix) <= next(num_looks) < 4 * (len(prefix) + 20) else 0  # twice a mask and a token
+        return now_s
+
+    monkeypatch.setattr("engine.structured_output.timed.time", SimpleNamespace(thread_time=thread_time))
+    costly = params_of({"grammar": f'start: "{prefix}" /a+/'}, max_tokens=3000)
     async with engine.open_engine("null", isolation="thread", grammar_answer_time=60, max_model_len=4096) as llm:
         (output,) = (await collect(llm, costly)).outputs
         assert output.text.startswith(prefix)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from engine.bench.forms import FORMS
-from engine.grammar_trial import _in_a_fork
+from engine.grammar_trial import MAX_STEPS, NUM_STEPS, _in_a_fork, try_out
 from engine.structured_output.params import structured_outputs_params
 from engine.structured_output.vocabulary import Vocabulary
 
@@ -21,6 +22,22 @@ def test_rules_whose_steps_take_ever_longer_are_refused(rule: str) -> None:
     answer = _in_a_fork(structured_outputs_params({"grammar": f"start: e\ne: {rule}"}), BYTES, 0.25)
     assert answer.takes_longer
     assert "seconds of processor time" in (answer.refusal or "")
+
+
+@pytest.mark.parametrize(("growth", "num_steps"), [(0.0, NUM_STEPS), (0.01, NUM_STEPS), (1.0, MAX_STEPS)])
+def test_a_grammar_is_walked_on_while_its_steps_take_ever_longer(
+    growth: float, num_steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock of the test's, whose steps take 1, 1 + growth, 1 + 2 growth and so on."""
+    looks: list[int] = []
+
+    def thread_time() -> float:
+        looks.append(0)  # one before and one behind each step
+        return sum(1 + growth * step for step in range(len(looks) // 2))
+
+    monkeypatch.setattr("engine.grammar_trial.time", SimpleNamespace(thread_time=thread_time))
+    assert try_out(structured_outputs_params({"regex": "a{1,4000}"}), BYTES).refusal is None
+    assert len(looks) == 2 * num_steps
 
 
 @pytest.mark.parametrize("name", FORMS)
