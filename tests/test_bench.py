@@ -328,6 +328,7 @@ def test_the_transport_is_measured_without_a_model(tmp_path: Path) -> None:
         (["throughput", "null", "--json", "no/such/folder"], "--json no/such/folder cannot be written"),
         (["throughput", "null", "--plot", "no/such/folder"], "--plot no/such/folder cannot be written"),
         (["latency", "null", "--profile", "--profile-dir", "README.md"], "--profile-dir README.md cannot be written"),
+        (["latency", "null", "--profile", "--data-parallel-size", "2"], "--profile is of one engine"),
         (
             ["throughput", "null", "--plot", os.devnull, "--max-model-len", "26", *SHORT],
             "--plot needs a context of 27 tokens, --max-model-len is 26",

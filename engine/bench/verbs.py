@@ -52,6 +52,10 @@ def run_throughput(options: argparse.Namespace) -> int:
 def run_latency(options: argparse.Namespace) -> int:
     """Measure an engine's single stream."""
     config, workload = _config(options), _workload(options)
+    if options.profile and config.data_parallel_size > 1:
+        raise ConfigError(
+            f"--profile is of one engine: --data-parallel-size is {config.data_parallel_size}, leave it out"
+        )
     return _run(options.json, partial(latency, config, workload, options.profile))
 
 

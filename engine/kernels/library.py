@@ -2,8 +2,7 @@
 
 The library lies in the cache under the digest of source, compiler and flags, so it is made once; a build is renamed
 into place whole. The C files are compiled side by side, a process each, and beside what a start has to do before it
-needs them. A variant says for which instructions: the best
-that the CPU has, or less, for the tests.
+needs them. A variant says for which instructions: the best that the CPU has, or less, for the tests.
 """
 
 from __future__ import annotations
@@ -136,7 +135,11 @@ def _build_of(variant: str) -> _Build:
 
 def _compiler() -> list[str]:
     """Return the command of what CC names, else of the first compiler there is."""
-    for command in filter(None, (shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"])):
+    try:
+        asked = shlex.split(os.environ.get("CC", ""))
+    except ValueError as error:
+        raise NoKernels(f"CC is no command: {error}, got {os.environ['CC']!r:.80}") from error
+    for command in filter(None, (asked, ["cc"], ["gcc"], ["clang"])):
         found = shutil.which(command[0])
         if found:
             return [found, *command[1:]]
@@ -210,11 +213,10 @@ def _compiling(build: _Build) -> Iterator[None]:
 def _running(commands: Sequence[Sequence[str]], folder: Path) -> Iterator[None]:
     """Run `commands` side by side with the block; once one is found to have failed, in their order, all are killed.
 
-    So they are where the block raises, or where they take too long. They stay in our process group, so that they end
-    with an engine that is killed.
+    So they are where the block raises, or where they take too long after it. They stay in our process group, so that
+    they end with an engine that is killed.
     """
     env = os.environ | {"TMPDIR": str(folder)}  # a killed compiler leaves nothing elsewhere
-    until = time.monotonic() + COMPILE_TIMEOUT_S
     with contextlib.ExitStack() as stack:
         processes = []
         for command in commands:
@@ -228,6 +230,7 @@ def _running(commands: Sequence[Sequence[str]], folder: Path) -> Iterator[None]:
             stack.callback(_kill, process)
             processes.append(process)
         yield
+        until = time.monotonic() + COMPILE_TIMEOUT_S
         for process in processes:
             try:
                 _, said = process.communicate(timeout=max(0.0, until - time.monotonic()))

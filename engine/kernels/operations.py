@@ -1,7 +1,7 @@
 """The operations, as Python sees them: one struct a kind, mirrored in source/operations.h, and programs of them.
 
 A `Program` is described once; each `run` is one call into C for all of it, during which the interpreter's lock is free.
-Numbers travel as float32 between operations; products take rows in the form of their weight.
+Numbers travel as float32 between operations, or in the form that the next product takes: that of its weight.
 """
 
 from __future__ import annotations

@@ -116,7 +116,8 @@ def choose_num_kv_blocks(
     """Return how many KV blocks to allocate, the null block included.
 
     The override counts first, then the memory asked for, then the default: the smaller of `default_memory_bytes` (a
-    quarter of the available memory when None) and what `max_num_seqs` requests of full length need.
+    quarter of the available memory when None) and what `max_num_seqs` requests of full length need; but what one needs
+    where four times that default holds it.
 
     Raises:
         ConfigError: What is asked for is not available, or not even one request of `max_model_len` tokens would fit,
@@ -134,24 +135,26 @@ def choose_num_kv_blocks(
     if config.num_gpu_blocks_override is not None:
         usable = config.num_gpu_blocks_override
         source = f"--num-gpu-blocks-override {usable}"
-        enough, most = blocks_a_request, available_memory_bytes // block_size_bytes
+        enough, most, in_reach = blocks_a_request, available_memory_bytes // block_size_bytes, usable
     elif config.kv_cache_memory_bytes is not None:
         usable = config.kv_cache_memory_bytes // block_size_bytes
         source = f"--kv-cache-memory-bytes {config.kv_cache_memory_bytes}"
-        enough, most = request_bytes, available_memory_bytes
+        enough, most, in_reach = request_bytes, available_memory_bytes, usable
     else:
         default = available_memory_bytes // 4 if default_memory_bytes is None else default_memory_bytes
         budget = min(default, config.max_num_seqs * request_bytes)
+        if request_bytes <= 4 * default:
+            budget = max(budget, request_bytes)
         usable = budget // block_size_bytes
         source = f"--kv-cache-memory-bytes, {budget} when unset,"
-        enough, most = request_bytes, available_memory_bytes
+        enough, most, in_reach = request_bytes, available_memory_bytes, 4 * default // block_size_bytes
     if usable * block_size_bytes > available_memory_bytes:
         raise ConfigError(
             f"{source} takes {usable * block_size_bytes} bytes of memory where {available_memory_bytes} are available: "
             f"lower it to at most {most} or leave it out"
         )
     if usable < blocks_a_request:
-        longest = bisect_right(range(max_model_len), usable, key=blocks_for) - 1
+        longest = bisect_right(range(max_model_len), in_reach, key=blocks_for) - 1
         remedies = [f"raise {source.split()[0].rstrip(',')} to {enough}"] if enough <= most else []
         remedies += [f"lower --max-model-len to {longest}"] if longest >= 2 else []
         raise ConfigError(

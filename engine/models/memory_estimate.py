@@ -185,6 +185,7 @@ def refuse_what_cannot_fit(
         return estimate
     loads = estimate.weights_bytes + estimate.loading_bytes <= available_bytes
     most_rows = (available_bytes - estimate.without_rows_bytes) // max(1, row_bytes)
+    most_rows -= most_rows // 32  # what is available changes a little until the next start
     if loads and most_rows >= config.max_num_seqs:
         remedy = f"lower --max-num-batched-tokens {config.max_num_batched_tokens} to at most {most_rows}"
     elif loads and estimate.longest >= 2:

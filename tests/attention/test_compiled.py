@@ -104,6 +104,7 @@ def test_it_is_written_in_bfloat16_where_that_is_asked_for(form: Form, variant: 
         ((4, 4, 16), 9, None, False),
         ((8, 1, 80), None, 2.0, True),
         ((16, 1, 32), 33, 2.0, True),
+        ((2, 2, 64), None, 50.0, False),
     ],
 )
 def test_it_is_what_the_readable_attention_gives(
@@ -164,6 +165,16 @@ def test_no_number_in_a_key_or_a_value_reaches_all_that_see_it_and_nobody_else(
             assert attended[:22].isfinite().all()
             if cap is None or bad != torch.inf:  # an infinite score is capped
                 assert not attended[22:].isfinite().flatten(1).all(dim=1).any()
+
+
+@pytest.mark.parametrize("variant", supported_variants())
+@pytest.mark.parametrize("form", TOLERANCE)
+def test_a_value_that_only_its_page_cannot_hold_reaches_nobody_who_does_not_see_it(variant: str, form: Form) -> None:
+    qkv = draw(40, 4, 64)
+    qkv[22, 3, 3] = 3.4e38  # infinite in bfloat16
+    found, _ = Attention(form, 2, 1, 64, variant).run(qkv, rows_of((0, 40)))
+    assert found[:22].isfinite().all()
+    assert form is not Form.BFLOAT16 or not found[22:].isfinite().flatten(1).all(dim=1).any()
 
 
 def test_block_tables_have_one_room_for_all_steps_and_nothing_of_earlier_ones_in_it() -> None:

@@ -168,6 +168,14 @@ def test_what_an_engine_that_is_killed_while_it_compiles_leaves_is_removed_by_th
     assert built(own_cache) == [".lock"]
 
 
+def test_a_compiler_that_cannot_be_read_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "gcc 'x")
+    with pytest.raises(NoKernels, match="CC is no command: No closing quotation, got"):
+        library.load("plain")
+    with library.compiling_beside():
+        pass
+
+
 def test_a_library_that_cannot_be_loaded_is_built_again() -> None:
     target = library._build_of("plain").target
     target.parent.mkdir(parents=True)
@@ -234,6 +242,17 @@ def test_another_file_is_another_library_and_so_are_other_options_and_libraries(
     assert len([name for name in os.listdir(own_cache / "kernels") if name != ".lock"]) == 4
 
 
+def test_a_compile_has_its_time_after_what_it_runs_beside(
+    own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: None
+) -> None:
+    now_s = [0.0]
+    monkeypatch.setattr(library.time, "monotonic", lambda: now_s[0])
+    monkeypatch.setenv("CC", fake_compiler(tmp_path, 'exec gcc "$@"'))
+    with library.compiling_beside():
+        now_s[0] += 2 * library.COMPILE_TIMEOUT_S
+    assert built(own_cache) == [".lock", "plain.so"]
+
+
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(library, "supported_variants", lambda: ["plain"])
@@ -259,7 +278,10 @@ def test_it_is_compiled_beside_what_a_start_has_to_do_before(
 def test_what_is_compiled_beside_a_block_that_raises_is_given_up(
     own_cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, plain: None, error: type[BaseException]
 ) -> None:
-    monkeypatch.setenv("CC", hanging_compiler(tmp_path, "exec sleep 60"))
+    os.mkfifo(tmp_path / "begun")
+    tells = f"echo $$ > {tmp_path}/pid; echo > {tmp_path}/begun"
+    compiles = f'case "$*" in *" -c "*second.c*) {tells}; exec sleep 60 ;; *" -c "*) exec sleep 60 ;; esac'
+    monkeypatch.setenv("CC", fake_compiler(tmp_path, compiles))
 
     def raise_once_it_is_compiled() -> None:
         with library.compiling_beside():

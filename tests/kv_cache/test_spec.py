@@ -30,6 +30,8 @@ def choose(max_model_len: int = 160, default: int | None = None, **settings: Any
         ({}, 251),
         ({"max_num_seqs": 3}, 31),
         ({"default": 40 * BLOCK_BYTES}, 41),
+        ({"max_model_len": 16 * 300}, 301),
+        ({"max_model_len": 16 * 1000, "max_num_seqs": 3}, 1001),
     ],
 )
 def test_override_counts_before_memory_before_the_default(settings: dict[str, Any], num_blocks: int) -> None:
@@ -60,11 +62,11 @@ def test_override_counts_before_memory_before_the_default(settings: dict[str, An
             f"({10 * BLOCK_BYTES} bytes): raise --kv-cache-memory-bytes to {10 * BLOCK_BYTES}",
         ),
         (
-            {"max_model_len": 16 * 300},
+            {"max_model_len": 16 * 300, "default": 40 * BLOCK_BYTES},
             f"({300 * BLOCK_BYTES} bytes): raise --kv-cache-memory-bytes to {300 * BLOCK_BYTES} or "
-            f"lower --max-model-len to 4000",
+            f"lower --max-model-len to 2560",
         ),
-        ({"max_model_len": 16 * 1001}, "bytes): lower --max-model-len to 4000"),
+        ({"max_model_len": 16 * 1001}, "bytes): lower --max-model-len to 16000"),
         ({"max_model_len": 16 * 1001, "default": 1}, f"bytes): free memory, of which {AVAILABLE} bytes are available"),
     ],
 )

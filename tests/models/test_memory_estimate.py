@@ -134,7 +134,7 @@ def test_rows_that_cannot_fit_are_refused_with_the_number_that_does(tmp_path: Pa
     assert found.rows_bytes == 3000 * 8 * 128, "no step has more rows than its requests have tokens"
     assert found.peak_bytes == found.without_rows_bytes + found.rows_bytes
     available = found.without_rows_bytes + 3000 * 700 + 2999
-    with pytest.raises(ConfigError, match="lower --max-num-batched-tokens 5000 to at most 700, or"):
+    with pytest.raises(ConfigError, match="lower --max-num-batched-tokens 5000 to at most 679, or"):
         refuse(folder, config, available, shape, row_bytes=3000)
     for num_rows, fits in ((700, True), (701, False)):
         lower = EngineConfig(max_num_seqs=8, max_num_batched_tokens=num_rows, max_model_len=128)

@@ -107,11 +107,19 @@ INLINE float quantize_head(int size, const float *head, int8_t *out)
     return scale + (sum - sum);
 }
 
-/* Whether some number is none, or infinite. */
-INLINE int is_poisoned(int size, const float *numbers)
+/* Whether some number is none, or infinite, once it is in a page's form. */
+INLINE int is_poisoned(int form, int size, const float *numbers)
 {
     floats sum = all(0.f);
-    for (int i = 0; i < size; i += LANES) sum += load(numbers + i) - load(numbers + i);
+    uint16_t narrow[LANES];
+    for (int i = 0; i < size; i += LANES) {
+        floats v = load(numbers + i);
+        if (form == BFLOAT16) {
+            narrow_to(narrow, v);
+            v = widen(narrow);
+        }
+        sum += v - v;
+    }
     return sum_of(sum) != 0.f;
 }
 
@@ -122,7 +130,7 @@ INLINE int is_poisoned(int size, const float *numbers)
 INLINE void store_pair(int form, int size, float *key, const float *value, char *record, int lane)
 {
     static const float zeros[MAX_HEAD];
-    if (is_poisoned(size, value)) {
+    if (is_poisoned(form, size, value)) {
         for (int i = 0; i < size; i++) key[i] = NAN;
         value = zeros;
     }
@@ -241,7 +249,7 @@ INLINE void score(const int n, const int form, int head_size, const void *const 
             UNROLL for (int v = 0; v < TOKENS / LANES; v++, keys += 4 * LANES) {
                 if (form == FLOAT32) {
                     floats key = load((const float *)keys);
-                    UNROLL for (int i = 0; i < n; i++) 
+                    UNROLL for (int i = 0; i < n; i++)
                         sums[i][v] = fused(key, all(((const float *)queries[i])[d]), sums[i][v]);
                 } else {
                     words key = load_words(keys);

@@ -24,7 +24,7 @@ INLINE void tile_float32(const int n, const float *x, int num_inputs, const floa
     for (int k = 0; k < num_inputs; k++, w += PANEL) {
         UNROLL for (int v = 0; v < VECTORS; v++) {
             floats weights = load(w + v * LANES);
-            UNROLL for (int m = 0; m < n; m++) 
+            UNROLL for (int m = 0; m < n; m++)
                 sums[m][v] = fused(weights, all(x[(int64_t)m * num_inputs + k]), sums[m][v]);
         }
     }
