@@ -8,14 +8,25 @@
 #include "simd.h"
 
 enum { PANEL = 32, VECTORS = PANEL / LANES, MOST_ROWS = 64 };
-enum { PREFETCHED_BYTES = 8192 }; /* how far ahead weights are fetched */
 #if defined(__AMX_BF16__)
 enum { TILE_ROWS = 8, QUANTIZED_ROWS = 4 }; /* of float32, and of whole numbers that are too few for tiles */
 #elif defined(__AVX512F__)
-enum { TILE_ROWS = 12, QUANTIZED_ROWS = 6 }; /* as many sums as registers hold */
+enum { TILE_ROWS = 12, QUANTIZED_ROWS = 8 }; /* as many sums as registers hold, of whole numbers those of a group */
 #else
 enum { TILE_ROWS = 3, QUANTIZED_ROWS = 2 };
 #endif
+
+/* Have weights fetched that are multiplied soon. Cores with AMX read memory twice as fast so; those without it that were
+ * measured are slower then, for they see the streams by themselves. */
+enum { PREFETCHED_BYTES = 8192 };
+
+INLINE void fetch_ahead_of(const uint8_t *w, int num_bytes)
+{
+#if defined(__AMX_BF16__)
+    UNROLL for (int at = 0; at < num_bytes; at += 64) __builtin_prefetch(w + PREFETCHED_BYTES + at);
+#endif
+    (void)w, (void)num_bytes;
+}
 
 INLINE void tile_float32(const int n, const float *x, int num_inputs, const float *w, float *out)
 {
@@ -53,18 +64,20 @@ INLINE void tile_int8(const int n, const void *in, int64_t row, int num_inputs, 
         x[m] = quantized(INT8, in, row + m, num_inputs);
         UNROLL for (int v = 0; v < VECTORS; v++) sums[m][v] = all(*x[m].sums * -128.f);
     }
-    for (int group = 0; group < num_inputs / WIDE_GROUP; group++, w += WIDE_GROUP * PANEL) {
-        UNROLL for (int line = 0; line < WIDE_GROUP * PANEL / 64; line++) __builtin_prefetch(w + PREFETCHED_BYTES + 64 * line);
-        UNROLL for (int v = 0; v < VECTORS; v++) {
-            words weights[WIDE_GROUP / 4];
-            UNROLL for (int k = 0; k < WIDE_GROUP / 4; k++) weights[k] = load_words(w + 4 * k * PANEL + 4 * v * LANES);
+    for (int group = 0; group < num_inputs / WIDE_GROUP; group++) {
+        fetch_ahead_of(w, WIDE_GROUP * PANEL);
+        ints dots[QUANTIZED_ROWS][VECTORS];
+        UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) dots[m][v] = (ints){};
+        _Pragma("GCC unroll 4") for (int k = 0; k < WIDE_GROUP; k += 4, w += 4 * PANEL) {
+            words weights[VECTORS];
+            UNROLL for (int v = 0; v < VECTORS; v++) weights[v] = load_words(w + 4 * v * LANES);
             UNROLL for (int m = 0; m < n; m++) {
-                const int8_t *bytes = x[m].bytes + group * BAND * WIDE_GROUP;
-                ints dots = {};
-                UNROLL for (int k = 0; k < WIDE_GROUP / 4; k++) dots = dot_bytes(dots, weights[k], load_word(bytes + 4 * k));
-                sums[m][v] = fused(__builtin_convertvector(dots, floats), all(x[m].scales[group * BAND]), sums[m][v]);
+                const uint32_t four = load_word(x[m].bytes + group * BAND * WIDE_GROUP + k);
+                UNROLL for (int v = 0; v < VECTORS; v++) dots[m][v] = dot_bytes(dots[m][v], weights[v], four);
             }
         }
+        UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++)
+            sums[m][v] = fused(__builtin_convertvector(dots[m][v], floats), all(x[m].scales[group * BAND]), sums[m][v]);
     }
     UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) store(out + m * PANEL + v * LANES, sums[m][v]);
 }
@@ -80,24 +93,28 @@ INLINE void tile_int4(const int n, const void *in, int64_t row, int num_inputs, 
         UNROLL for (int v = 0; v < VECTORS; v++) sums[m][v] = all(0.f);
     }
     for (int group = 0; group < num_inputs / GROUP; group++, w += INT4_BYTES) {
+        fetch_ahead_of(w, INT4_BYTES);
         const uint16_t *factors = (const uint16_t *)(w + GROUP / 2 * PANEL), *least = factors + PANEL;
-        UNROLL for (int line = 0; line < INT4_BYTES / 64; line++) __builtin_prefetch(w + PREFETCHED_BYTES + 64 * line);
-        UNROLL for (int v = 0; v < VECTORS; v++) {
-            words low[4], high[4];
-            UNROLL for (int k = 0; k < 4; k++) {
-                words both = load_words(w + 4 * k * PANEL + 4 * v * LANES);
-                low[k] = both & 0x0f0f0f0f;
-                high[k] = both >> 4 & 0x0f0f0f0f;
+        ints dots[QUANTIZED_ROWS][VECTORS];
+        UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) dots[m][v] = (ints){};
+        _Pragma("GCC unroll 4") for (int k = 0; k < GROUP / 2; k += 4) {
+            words low[VECTORS], high[VECTORS];
+            UNROLL for (int v = 0; v < VECTORS; v++) {
+                words both = load_words(w + k * PANEL + 4 * v * LANES);
+                low[v] = both & 0x0f0f0f0f;
+                high[v] = both >> 4 & 0x0f0f0f0f;
             }
+            UNROLL for (int m = 0; m < n; m++) {
+                const int8_t *bytes = x[m].bytes + group * BAND * GROUP + k;
+                const uint32_t first = load_word(bytes), second = load_word(bytes + GROUP / 2);
+                UNROLL for (int v = 0; v < VECTORS; v++)
+                    dots[m][v] = dot_bytes(dot_bytes(dots[m][v], low[v], first), high[v], second);
+            }
+        }
+        UNROLL for (int v = 0; v < VECTORS; v++) {
             floats factor = widen_float16(factors + v * LANES), offset = widen_float16(least + v * LANES);
             UNROLL for (int m = 0; m < n; m++) {
-                const int8_t *bytes = x[m].bytes + group * BAND * GROUP;
-                ints dots = {};
-                UNROLL for (int k = 0; k < 4; k++) {
-                    dots = dot_bytes(dots, low[k], load_word(bytes + 4 * k));
-                    dots = dot_bytes(dots, high[k], load_word(bytes + GROUP / 2 + 4 * k));
-                }
-                floats dot = __builtin_convertvector(dots, floats) * x[m].scales[group * BAND];
+                floats dot = __builtin_convertvector(dots[m][v], floats) * x[m].scales[group * BAND];
                 sums[m][v] = fused(dot, factor, sums[m][v]);
                 sums[m][v] = fused(offset, all(x[m].sums[group * BAND]), sums[m][v]);
             }
@@ -112,7 +129,7 @@ INLINE void tile_int4(const int n, const void *in, int64_t row, int num_inputs, 
 #define FOR_EACH_QUANTIZED_COUNT(X) X(1) X(2) X(3) X(4)
 #elif defined(__AVX512F__)
 #define FOR_EACH_COUNT(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8) X(9) X(10) X(11) X(12)
-#define FOR_EACH_QUANTIZED_COUNT(X) X(1) X(2) X(3) X(4) X(5) X(6)
+#define FOR_EACH_QUANTIZED_COUNT(X) X(1) X(2) X(3) X(4) X(5) X(6) X(7) X(8)
 #else
 #define FOR_EACH_COUNT(X) X(1) X(2) X(3)
 #define FOR_EACH_QUANTIZED_COUNT(X) X(1) X(2)
