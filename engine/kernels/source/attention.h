@@ -4,10 +4,11 @@
  *
  *     BFLOAT16  keys [head size / 2][16][2]   values [8][head size][2]
  *     FLOAT32   keys [head size][16]          values [16][head size]
- *     INT8      keys [head size / 4][16][4], scales [16] of keys and [16] of values, float32, then values [16][head size]
+ *     INT8      keys [head size / 4][16][4], scales [16] of keys and [16] of values, float32, then values: with AMX
+ *               [16][head size], else [4][head size][4]
  *
- * INT8 keys are stored plus 128. Queries beside them are whole numbers too, with a scale and a sum for each 32; weights
- * of values stay float32.
+ * INT8 keys are stored plus 128, and so are values but with AMX. Queries beside them are whole numbers too, with a scale
+ * and a sum for each 32.
  *
  * Keys are taken KEYS at a time from absolute positions, softmax goes on from one KEYS to the next, and every 512 it
  * begins anew and is folded into what came before. So a row's bits depend on its query, its position and the K/V before
@@ -22,7 +23,7 @@
 #if defined(__AMX_BF16__)
 enum { RECORDS = 16, MAX_QUERIES = AMX_ROWS, ONLY_FLOAT32 = 1 }; /* in vectors: all else goes through tiles */
 #else
-enum { RECORDS = 2, MAX_QUERIES = TILE_ROWS, ONLY_FLOAT32 = 0 };
+enum { RECORDS = 8, MAX_QUERIES = TILE_ROWS, ONLY_FLOAT32 = 0 };
 #endif
 enum { MAX_BANDS = 4, QUERY_LANES = (MAX_QUERIES + LANES - 1) / LANES * LANES };
 enum { TOKENS = 16, KEYS = RECORDS * TOKENS, SPLIT = 512, MAX_HEAD = 256 };
@@ -51,8 +52,9 @@ INLINE int64_t query_bytes(int form, int head_size)
 INLINE char *record_at(int form, int head_size, page_places places, const int32_t *block_table, int64_t position, int head)
 {
     const int size = places.block_size;
-    int64_t record = head * (size / TOKENS) + position % size / TOKENS;
-    return places.first + block_table[position / size] * places.block_bytes + record * record_bytes(form, head_size);
+    const uint32_t block = (uint32_t)position / (uint32_t)size, within = (uint32_t)position - block * (uint32_t)size;
+    const int64_t record = head * (size / TOKENS) + within / TOKENS;
+    return places.first + block_table[block] * places.block_bytes + record * record_bytes(form, head_size);
 }
 
 INLINE const int32_t *block_table_of(const step *s, int group, int64_t row)
@@ -152,7 +154,14 @@ INLINE void store_pair(int form, int size, float *key, const float *value, char 
             uint32_t four = load_word(whole + i) ^ 0x80808080; /* plus 128 */
             memcpy(record + i * TOKENS + lane * 4, &four, 4);
         }
-        scales[TOKENS + lane] = quantize_head(size, value, (int8_t *)scales + SCALES_BYTES + lane * size);
+        char *values = (char *)scales + SCALES_BYTES;
+#if defined(__AMX_BF16__)
+        scales[TOKENS + lane] = quantize_head(size, value, (int8_t *)values + lane * size);
+#else
+        scales[TOKENS + lane] = quantize_head(size, value, whole);
+        values += lane / 4 * size * 4 + lane % 4;
+        for (int i = 0; i < size; i++) values[i * 4] = (char)(whole[i] ^ 0x80); /* plus 128 */
+#endif
     }
 }
 
@@ -201,105 +210,146 @@ typedef struct {
     band bands[MAX_BANDS];
 } unit;
 
-/* Scores of a band and KEYS keys, then weights: as they are, or narrow beside values in bfloat16. */
+/* Scores of a band and KEYS keys, then weights: as they are, narrow beside values in bfloat16, or beside those in whole
+ * numbers whole ones of 14 bits times a unit, 7 of them a byte. What was summed before is multiplied by `factors`. */
 typedef struct {
     _Alignas(64) float scores[MAX_QUERIES][KEYS];
-    float factors[QUERY_LANES];
+    float factors[QUERY_LANES], units[QUERY_LANES];
+    int32_t totals[QUERY_LANES]; /* of whole weights */
     _Alignas(64) uint16_t narrow[MAX_QUERIES][KEYS];
+    _Alignas(64) int8_t high[MAX_QUERIES][KEYS], low[MAX_QUERIES][KEYS];
 } block_scores;
 
-INLINE void score_int8(const int n, int head_size, const void *const *queries, const char *record,
-                       floats sums[MAX_QUERIES][TOKENS / LANES])
+enum { WHOLE_BITS = 7, WHOLE_MOST = (1 << 2 * WHOLE_BITS) - 1 }; /* KEYS times that times 255 is below 2^31 */
+
+/* Both products of attention go through tiles of a few queries times some vectors: as many sums as registers hold. */
+enum { FEW_QUERIES = TILE_ROWS < 4 ? TILE_ROWS : 4, WIDE = 4, RECORD_VECTORS = TOKENS / LANES };
+
+INLINE void score_int8(const int n, const int num_vectors, int head_size, const void *const *queries,
+                       const char *const *records, floats sums[FEW_QUERIES][WIDE])
 {
     const int num_groups = whole_groups(head_size);
-    const float *scales = (const float *)(record + TOKENS * head_size);
     for (int group = 0; group < num_groups; group++) {
-        int end = (group + 1) * GROUP < head_size ? (group + 1) * GROUP : head_size;
-        UNROLL for (int v = 0; v < TOKENS / LANES; v++) {
-            ints dots[MAX_QUERIES];
-            UNROLL for (int i = 0; i < n; i++) dots[i] = (ints){};
-            for (int d = group * GROUP; d < end; d += 4) {
-                words key = load_words(record + d * TOKENS + 4 * v * LANES);
-                UNROLL for (int i = 0; i < n; i++) dots[i] = dot_bytes(dots[i], key, load_word((const char *)queries[i] + d));
-            }
+        const int end = (group + 1) * GROUP < head_size ? (group + 1) * GROUP : head_size;
+        ints dots[FEW_QUERIES][WIDE];
+        UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < num_vectors; v++) dots[i][v] = (ints){};
+        for (int d = group * GROUP; d < end; d += 4) {
+            words keys[WIDE];
+            UNROLL for (int v = 0; v < num_vectors; v++)
+                keys[v] = load_words(records[v / RECORD_VECTORS] + d * TOKENS + v % RECORD_VECTORS * LANES * 4);
             UNROLL for (int i = 0; i < n; i++) {
-                const float *of_query = (const float *)((const char *)queries[i] + num_groups * GROUP) + group;
-                floats whole = __builtin_convertvector(dots[i], floats) - 128.f * of_query[num_groups];
+                const uint32_t four = load_word((const char *)queries[i] + d);
+                UNROLL for (int v = 0; v < num_vectors; v++) dots[i][v] = dot_bytes(dots[i][v], keys[v], four);
+            }
+        }
+        UNROLL for (int i = 0; i < n; i++) {
+            const float *of_query = (const float *)((const char *)queries[i] + num_groups * GROUP) + group;
+            UNROLL for (int v = 0; v < num_vectors; v++) {
+                const floats whole = __builtin_convertvector(dots[i][v], floats) - 128.f * of_query[num_groups];
                 sums[i][v] = fused(whole, all(*of_query), sums[i][v]);
             }
         }
     }
-    UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < TOKENS / LANES; v++) sums[i][v] *= load(scales + v * LANES);
+    UNROLL for (int v = 0; v < num_vectors; v++) {
+        const float *scales = (const float *)(records[v / RECORD_VECTORS] + TOKENS * head_size);
+        UNROLL for (int i = 0; i < n; i++) sums[i][v] *= load(scales + v % RECORD_VECTORS * LANES);
+    }
+}
+
+INLINE void score_floats(const int n, const int num_vectors, const int form, int head_size, const void *const *queries,
+                         const char *const *records, floats sums[FEW_QUERIES][WIDE])
+{
+    const int numbers = form == FLOAT32 ? 1 : 2; /* a lane */
+    for (int d = 0; d < head_size; d += numbers) {
+        words keys[WIDE];
+        UNROLL for (int v = 0; v < num_vectors; v++)
+            keys[v] = load_words(records[v / RECORD_VECTORS] + (d / numbers * TOKENS + v % RECORD_VECTORS * LANES) * 4);
+        UNROLL for (int i = 0; i < n; i++) {
+            const uint32_t query = load_word((const char *)queries[i] + d / numbers * 4);
+            UNROLL for (int v = 0; v < num_vectors; v++)
+                sums[i][v] = form == FLOAT32 ? fused((floats)keys[v], all(as_float(query)), sums[i][v])
+                                             : dot_pairs(sums[i][v], keys[v], query);
+        }
+    }
+}
+
+INLINE void score_tile(const int n, const int num_vectors, const int form, int head_size, const void *const *queries,
+                       const char *const *records, float scores[][KEYS])
+{
+    floats sums[FEW_QUERIES][WIDE];
+    UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < num_vectors; v++) sums[i][v] = all(0.f);
+    if (form == INT8) score_int8(n, num_vectors, head_size, queries, records, sums);
+    else score_floats(n, num_vectors, form, head_size, queries, records, sums);
+    UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < num_vectors; v++) store(scores[i] + v * LANES, sums[i][v]);
 }
 
 INLINE void score(const int n, const int form, int head_size, const void *const *queries, const char *const *records,
-                  int num_records, block_scores *b)
+                  int num_records, float scores[][KEYS])
 {
-    for (int r = 0; r < num_records; r++) {
-        floats sums[MAX_QUERIES][TOKENS / LANES];
-        UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < TOKENS / LANES; v++) sums[i][v] = all(0.f);
-        const char *keys = records[r];
-        if (form == INT8) {
-            score_int8(n, head_size, queries, keys, sums);
-            UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < TOKENS / LANES; v++)
-                store(b->scores[i] + r * TOKENS + v * LANES, sums[i][v]);
-            continue;
+    enum { AT_ONCE = WIDE / RECORD_VECTORS };
+    int r = 0;
+    for (; r + AT_ONCE <= num_records; r += AT_ONCE)
+        score_tile(n, WIDE, form, head_size, queries, records + r, (float (*)[KEYS])(scores[0] + r * TOKENS));
+    for (; r < num_records; r++)
+        score_tile(n, RECORD_VECTORS, form, head_size, queries, records + r, (float (*)[KEYS])(scores[0] + r * TOKENS));
+}
+
+/* Sums of the numbers of `num_vectors` vectors from `d` on over all keys, times whole weights. */
+INLINE void add_whole(const int n, const int num_vectors, int head_size, const int8_t weights[][KEYS],
+                      const char *const *records, int num_records, int d, ints dots[FEW_QUERIES][WIDE])
+{
+    for (int k = 0; k < num_records * TOKENS; k += 4) {
+        const char *four_keys = records[k / TOKENS] + (k % TOKENS * head_size + 4 * d);
+        words values[WIDE];
+        UNROLL for (int v = 0; v < num_vectors; v++) values[v] = load_words(four_keys + 4 * v * LANES);
+        UNROLL for (int i = 0; i < n; i++) {
+            const uint32_t four = load_word(weights[i] + k);
+            UNROLL for (int v = 0; v < num_vectors; v++) dots[i][v] = dot_bytes(dots[i][v], values[v], four);
         }
-        for (int d = 0; d < head_size; d += form == FLOAT32 ? 1 : 2) {
-            UNROLL for (int v = 0; v < TOKENS / LANES; v++, keys += 4 * LANES) {
-                if (form == FLOAT32) {
-                    floats key = load((const float *)keys);
-                    UNROLL for (int i = 0; i < n; i++)
-                        sums[i][v] = fused(key, all(((const float *)queries[i])[d]), sums[i][v]);
-                } else {
-                    words key = load_words(keys);
-                    UNROLL for (int i = 0; i < n; i++)
-                        sums[i][v] = dot_pairs(sums[i][v], key, load_word((const uint16_t *)queries[i] + d));
-                }
-            }
-        }
-        UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < TOKENS / LANES; v++)
-            store(b->scores[i] + r * TOKENS + v * LANES, sums[i][v]);
     }
 }
 
-INLINE void add_values(const int n, const int form, int head_size, const block_scores *b, const char *const *records,
-                       int num_records, partial *p)
+INLINE void add_values_tile(const int n, const int num_vectors, const int form, int head_size, int query,
+                            const block_scores *b, const char *const *records, int num_records, int d, partial *p)
 {
-    float weights[MAX_QUERIES][KEYS];
+    floats sums[FEW_QUERIES][WIDE];
+    UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < num_vectors; v++)
+        sums[i][v] = load(p->values[query + i] + d + v * LANES) * b->factors[query + i];
     if (form == INT8) {
-        for (int r = 0; r < num_records; r++) UNROLL for (int i = 0; i < n; i++) for (int v = 0; v < TOKENS; v += LANES) {
-            floats weight = load(b->scores[i] + r * TOKENS + v);
-            floats scale = load((const float *)(records[r] - TOKENS * 4) + v);
-            store(weights[i] + r * TOKENS + v, choose(weight == 0.f, weight, weight * scale)); /* unseen: any scale */
-        }
-    }
-    for (int d = 0; d < head_size; d += LANES) {
-        floats sums[MAX_QUERIES];
-        UNROLL for (int i = 0; i < n; i++) sums[i] = load(p->values[i] + d) * b->factors[i];
-        for (int r = 0; r < num_records; r++) {
-            if (form == INT8) {
-                const int8_t *values = (const int8_t *)records[r] + d;
-                for (int k = r * TOKENS; k < (r + 1) * TOKENS; k++, values += head_size) {
-                    floats value = widen_bytes(values);
-                    UNROLL for (int i = 0; i < n; i++) sums[i] = fused(value, all(weights[i][k]), sums[i]);
-                }
-            } else if (form == FLOAT32) {
-                const float *values = (const float *)records[r] + d;
-                for (int k = r * TOKENS; k < (r + 1) * TOKENS; k++, values += head_size) {
-                    floats value = load(values);
-                    UNROLL for (int i = 0; i < n; i++) sums[i] = fused(value, all(b->scores[i][k]), sums[i]);
-                }
-            } else {
-                const uint16_t *values = (const uint16_t *)records[r] + 2 * d;
-                for (int k = r * TOKENS; k < (r + 1) * TOKENS; k += 2, values += 2 * head_size) {
-                    words value = load_words(values);
-                    UNROLL for (int i = 0; i < n; i++) sums[i] = dot_pairs(sums[i], value, load_word(b->narrow[i] + k));
-                }
+        ints dots[FEW_QUERIES][WIDE];
+        UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < num_vectors; v++) dots[i][v] = (ints){};
+        add_whole(n, num_vectors, head_size, b->high + query, records, num_records, d, dots);
+        UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < num_vectors; v++)
+            dots[i][v] = (dots[i][v] << WHOLE_BITS) - 128 * b->totals[query + i];
+        add_whole(n, num_vectors, head_size, b->low + query, records, num_records, d, dots);
+        UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < num_vectors; v++)
+            sums[i][v] = fused(__builtin_convertvector(dots[i][v], floats), all(b->units[query + i]), sums[i][v]);
+    } else {
+        const int keys = form == FLOAT32 ? 1 : 2; /* a lane */
+        for (int k = 0; k < num_records * TOKENS; k += keys) {
+            const char *some_keys = records[k / TOKENS] + (k % TOKENS / keys * head_size + d) * 4;
+            words values[WIDE];
+            UNROLL for (int v = 0; v < num_vectors; v++) values[v] = load_words(some_keys + 4 * v * LANES);
+            UNROLL for (int i = 0; i < n; i++) {
+                const float weight = form == FLOAT32 ? b->scores[query + i][k] : 0.f;
+                const uint32_t weights = form == FLOAT32 ? 0 : load_word(b->narrow[query + i] + k);
+                UNROLL for (int v = 0; v < num_vectors; v++)
+                    sums[i][v] = form == FLOAT32 ? fused((floats)values[v], all(weight), sums[i][v])
+                                                 : dot_pairs(sums[i][v], values[v], weights);
             }
         }
-        UNROLL for (int i = 0; i < n; i++) store(p->values[i] + d, sums[i]);
     }
+    UNROLL for (int i = 0; i < n; i++) UNROLL for (int v = 0; v < num_vectors; v++)
+        store(p->values[query + i] + d + v * LANES, sums[i][v]);
+}
+
+INLINE void add_values(const int n, const int form, int head_size, int query, const block_scores *b,
+                       const char *const *records, int num_records, partial *p)
+{
+    int d = 0;
+    for (; d + WIDE * LANES <= head_size; d += WIDE * LANES)
+        add_values_tile(n, WIDE, form, head_size, query, b, records, num_records, d, p);
+    for (; d < head_size; d += LANES) add_values_tile(n, 1, form, head_size, query, b, records, num_records, d, p);
 }
 
 #if defined(__AMX_BF16__)
@@ -447,25 +497,32 @@ static void amx_add_values(int form, int head_size, int n, const char *const *va
 }
 #endif
 
-#define DEFINE_ATTENTION(n)                                                                                           \
-    static __attribute__((noinline)) void score_##n(int form, int size, const void *const *q, const char *const *k,   \
-                                                    int num_records, block_scores *b)                                 \
-    {                                                                                                                 \
-        if (form == FLOAT32 || ONLY_FLOAT32) score(n, FLOAT32, size, q, k, num_records, b);                                           \
-        else if (form == BFLOAT16) score(n, BFLOAT16, size, q, k, num_records, b);                                    \
-        else score(n, INT8, size, q, k, num_records, b);                                                              \
-    }                                                                                                                 \
-    static __attribute__((noinline)) void add_values_##n(int form, int size, const block_scores *b,                   \
-                                                         const char *const *v, int num_records, partial *p)           \
-    {                                                                                                                 \
-        if (form == FLOAT32 || ONLY_FLOAT32) add_values(n, FLOAT32, size, b, v, num_records, p);                                      \
-        else if (form == BFLOAT16) add_values(n, BFLOAT16, size, b, v, num_records, p);                               \
-        else add_values(n, INT8, size, b, v, num_records, p);                                                         \
-    }
-#define SCORE_CASE(n) case n: score_##n(form, size, q->queries, records, num_records, &b); break;
-#define VALUES_CASE(n) case n: add_values_##n(form, size, &b, values, num_records, &p[of]); break;
-FOR_EACH_COUNT(DEFINE_ATTENTION)
-
+#if defined(__AMX_BF16__)
+#define FOR_EACH_FORM(X, n) X(FLOAT32, n)
+#else
+#define FOR_EACH_FORM(X, n) X(FLOAT32, n) X(BFLOAT16, n) X(INT8, n)
+#endif
+#if defined(__AVX512F__)
+#define FOR_EACH_FEW(X) X(1) X(2) X(3) X(4)
+#else
+#define FOR_EACH_FEW(X) X(1) X(2) X(3)
+#endif
+#define DEFINE_ATTENTION(form, n)                                                                                     \
+    static __attribute__((noinline)) void score_##form##_##n(int size, const void *const *q, const char *const *k,    \
+                                                             int num_records, float scores[][KEYS])                   \
+    { score(n, form, size, q, k, num_records, scores); }                                                              \
+    static __attribute__((noinline)) void add_values_##form##_##n(int size, int query, const block_scores *b,         \
+                                                                  const char *const *v, int num_records, partial *p)  \
+    { add_values(n, form, size, query, b, v, num_records, p); }
+#define DEFINE_FEW(n) FOR_EACH_FORM(DEFINE_ATTENTION, n)
+#define FEW_CASE(form, n) ((form) * (FEW_QUERIES + 1) + ((n) < FEW_QUERIES ? (n) : FEW_QUERIES))
+#define SCORE_CASE(form, n)                                                                                           \
+    case FEW_CASE(form, n): score_##form##_##n(size, q->queries + i, records, num_records, b.scores + i); break;
+#define VALUES_CASE(form, n)                                                                                          \
+    case FEW_CASE(form, n): add_values_##form##_##n(size, i, &b, values, num_records, &p[of]); break;
+#define SCORE_CASES(n) FOR_EACH_FORM(SCORE_CASE, n)
+#define VALUES_CASES(n) FOR_EACH_FORM(VALUES_CASE, n)
+FOR_EACH_FEW(DEFINE_FEW)
 INLINE int32_t clamp(int64_t count) { return count < 0 ? 0 : count < KEYS ? (int32_t)count : KEYS; }
 
 /* Which of KEYS keys a query sees: [from, until). */
@@ -488,43 +545,64 @@ INLINE floats seen_or(const int sees_all, sight s, int first, floats v, floats o
     return choose((key >= s.from) & (key < s.until), v, other);
 }
 
+/* The largest of what `vectors` hold for keys that are seen: a vector of TOKENS, or less, each. */
+#define LARGEST_SEEN(vector, least)                                                                                    \
+    floats most = all(least);                                                                                          \
+    for (int k = 0; k < num_keys; k += LANES) most = larger(most, seen_or(sees_all, s, k, vector, all(least)));          \
+    return largest_of(most);
+
 INLINE float largest_score(const int sees_all, sight s, int num_keys, const float *scores)
 {
-    floats most = all(-INFINITY);
-    for (int k = 0; k < num_keys; k += LANES)
-        most = larger(most, seen_or(sees_all, s, k, load(scores + k), all(-INFINITY)));
-    return largest_of(most);
+    LARGEST_SEEN(load(scores + k), -INFINITY)
 }
 
-/* Turn a query's scores into weights relative to `largest`, zero where it sees no key, and return `sum` with them added.
- * Narrow ones are as exact as bfloat16 asks for; `value_scales` are multiplied into them, if there are any. */
-INLINE floats weigh_keys(const int sees_all, const int is_narrow, sight s, int num_keys, float *scores, float scale,
-                         float largest, const float *const *value_scales, uint16_t *narrow, floats sum)
+INLINE float largest_scale(const int sees_all, sight s, int num_keys, const float *const *value_scales)
 {
-    const float log2_e = 1.44269504f, unit = is_narrow ? log2_e : 1.f;
-    const floats factor = all(scale * unit), offset = all(-largest * unit);
+    LARGEST_SEEN(load(value_scales[k / TOKENS] + k % TOKENS), 0.f)
+}
+
+/* How weights of keys are written: as float32; as bfloat16, and as exact as that asks for; or as whole numbers, see
+ * block_scores, relative to the largest score of the block. */
+enum { EXACT, NARROW, WHOLE };
+
+/* Turn the scores of query i into weights relative to `largest`, zero where it sees no key, and return `sum` with them
+ * added. `value_scales` are multiplied into those that are written, if there are any, and `factor` into whole ones. */
+INLINE floats weigh_keys(const int sees_all, const int kind, sight s, int num_keys, int i, float scale, float largest,
+                         const float *const *value_scales, float factor, block_scores *b, floats sum)
+{
+    const float log2_e = 1.44269504f, unit = kind == EXACT ? 1.f : log2_e;
+    const floats slope = all(scale * unit), offset = all(-largest * unit);
+    float *scores = b->scores[i];
+    words total = {};
     for (int k = 0; k < num_keys; k += LANES) {
-        const floats below = fused(load(scores + k), factor, offset);
-        floats weight = is_narrow ? power_of_two(larger(all(-126.f), below)) : exponential_within(larger(all(-87.f), below));
+        const floats below = fused(load(scores + k), slope, offset);
+        floats weight = kind == EXACT ? exponential_within(larger(all(-87.f), below)) : power_of_two(larger(all(-126.f), below));
         weight = seen_or(sees_all, s, k, weight, all(0.f)); /* none where the score is none */
         sum += weight;
-        if (!is_narrow) {
-            store(scores + k, weight);
-            continue;
-        }
+        if (kind == EXACT) store(scores + k, weight);
+        if (kind == EXACT) continue;
         if (value_scales) /* once more, for that of a key which is not seen may be anything */
             weight = seen_or(sees_all, s, k, weight * load(value_scales[k / TOKENS] + k % TOKENS), all(0.f));
-        narrow_to(narrow + k, weight);
+        if (kind == NARROW) {
+            narrow_to(b->narrow[i] + k, weight);
+            continue;
+        }
+        const words whole = (words)__builtin_convertvector(rounded(weight * factor), ints) & WHOLE_MOST;
+        const bytes high = bytes_of_ints((ints)(whole >> WHOLE_BITS)), low = bytes_of_ints((ints)(whole & ((1 << WHOLE_BITS) - 1)));
+        memcpy(b->high[i] + k, &high, sizeof high);
+        memcpy(b->low[i] + k, &low, sizeof low);
+        total += whole;
     }
+    if (kind == WHOLE) b->totals[i] = (int32_t)sum_of(__builtin_convertvector((ints)total, floats)); /* below 2^24: exact */
     return sum;
 }
 
 /* Turn the scores of a band and the keys from `position` on into weights relative to each query's largest score so far. */
-INLINE void weigh(const int is_narrow, const attend_operation *op, const band *q, int64_t position, int num_keys,
+INLINE void weigh(const int kind, const attend_operation *op, const band *q, int64_t position, int num_keys,
                   const float *const *value_scales, block_scores *b, partial *p)
 {
     const float scale = op->cap != 0.f ? 1.f : op->scale;
-    float largest[QUERY_LANES];
+    float largest[QUERY_LANES], further[QUERY_LANES];
     for (int i = 0; i < q->num_queries; i++) {
         const sight s = sight_of(q, i, position);
         float *scores = b->scores[i];
@@ -536,28 +614,41 @@ INLINE void weigh(const int is_narrow, const attend_operation *op, const band *q
         const floats here = load(largest + i) * scale, before = load(p->largest + i), now = choose(before > here, before, here);
         store(p->largest + i, now);
         store(b->factors + i, exponential(before - now));
+        if (kind != WHOLE) continue;
+        store(largest + i, here);
+        store(further + i, exponential(here - now));
     }
+    const sight whole_block = {0, num_keys};
+    const float most_of_all = kind == WHOLE ? largest_scale(1, whole_block, num_keys, value_scales) : 0.f;
     for (int i = 0; i < q->num_queries; i++) {
         const sight s = sight_of(q, i, position);
+        const int sees_all = sees_keys(s, num_keys);
         const floats sum = p->sums[i] * b->factors[i];
-#define WEIGH(sees_all)                                                                                                \
-    weigh_keys(sees_all, is_narrow, s, num_keys, b->scores[i], scale, p->largest[i], value_scales, b->narrow[i], sum)
-        p->sums[i] = sees_keys(s, num_keys) ? WEIGH(1) : WEIGH(0);
+        float relative_to = p->largest[i], factor = 1.f;
+        if (kind == WHOLE) {
+            const float most = sees_all ? most_of_all : largest_scale(0, s, num_keys, value_scales);
+            factor = most > SMALLEST ? WHOLE_MOST / most : 0.f;
+            b->units[i] = most / WHOLE_MOST * further[i];
+            relative_to = largest[i];
+        }
+        const floats begin = kind == WHOLE ? all(0.f) : sum;
+#define WEIGH(sees_all) weigh_keys(sees_all, kind, s, num_keys, i, scale, relative_to, value_scales, factor, b, begin)
+        const floats added = sees_all ? WEIGH(1) : WEIGH(0);
 #undef WEIGH
+        p->sums[i] = kind == WHOLE ? fused(added, all(further[i]), sum) : added;
     }
 }
 
-static __attribute__((noinline)) void weigh_narrow(const attend_operation *op, const band *q, int64_t position, int num_keys,
-                                                   const float *const *value_scales, block_scores *b, partial *p)
-{
-    weigh(1, op, q, position, num_keys, value_scales, b, p);
-}
-
-static __attribute__((noinline)) void weigh_float32(const attend_operation *op, const band *q, int64_t position, int num_keys,
-                                                    block_scores *b, partial *p)
-{
-    weigh(0, op, q, position, num_keys, NULL, b, p);
-}
+#define DEFINE_WEIGH(kind)                                                                                             \
+    static __attribute__((noinline, unused)) void weigh_##kind(const attend_operation *op, const band *q, int64_t position, \
+                                                               int num_keys, const float *const *value_scales,         \
+                                                               block_scores *b, partial *p)                            \
+    { weigh(kind, op, q, position, num_keys, value_scales, b, p); }
+DEFINE_WEIGH(EXACT)
+DEFINE_WEIGH(NARROW)
+#if !defined(__AMX_BF16__)
+DEFINE_WEIGH(WHOLE)
+#endif
 
 /* Copy a record's values without the tokens from `count` on, which may hold anything. */
 INLINE const char *without_tail(int form, int head_size, const char *values, int count, char *room)
@@ -578,13 +669,19 @@ INLINE const char *without_tail(int form, int head_size, const char *values, int
     return room;
 }
 
+#if defined(__AMX_BF16__)
+enum { FETCH_TO = 3 }; /* the first cache */
+#else
+enum { FETCH_TO = 2 }; /* the second: the first has too few places for lines that are on their way */
+#endif
+
 /* Have the records of the KEYS keys from `position` on brought near. */
 INLINE void fetch_ahead(const attend_operation *op, const unit *u, int64_t position)
 {
     const int64_t size = record_bytes(op->form, op->head_size);
     for (int64_t at = position; at < position + KEYS && at < u->last; at += TOKENS) {
         const char *record = record_at(op->form, op->head_size, op->places, u->block_table, at, u->kv_head);
-        for (int64_t byte = 0; byte < size; byte += 64) __builtin_prefetch(record + byte);
+        for (int64_t byte = 0; byte < size; byte += 64) __builtin_prefetch(record + byte, 0, FETCH_TO);
     }
 }
 
@@ -599,8 +696,6 @@ static void attend_keys(const attend_operation *op, const unit *u, int64_t begin
     amx_room room;
     const int tiled = form != FLOAT32;
     if (tiled) amx_attention_begin(u, form, size, &room);
-#else
-    const int tiled = 0;
 #endif
     for (int of = 0; of < u->num_bands; of++) {
         for (int i = 0; i < u->bands[of].num_queries; i++) {
@@ -627,23 +722,24 @@ static void attend_keys(const attend_operation *op, const unit *u, int64_t begin
 #endif
         for (int of = 0; of < u->num_bands; of++) {
             const band *q = &u->bands[of];
-            const int n = q->num_queries, is_narrow = tiled || form == BFLOAT16;
+            const int n = q->num_queries, num_keys_here = num_records * TOKENS;
             if (q->last <= position || q->first >= position + KEYS) continue;
 #if defined(__AMX_BF16__)
             if (tiled && form == INT8) amx_score_int8(size, n, of, records, num_records, &room, &b);
             else if (tiled) amx_score_bfloat16(size, room.queries[of], records, num_records, &b);
             else
 #endif
-            switch (n) { FOR_EACH_COUNT(SCORE_CASE) }
-            if (is_narrow)
-                weigh_narrow(op, q, position, num_records * TOKENS, tiled && form == INT8 ? value_scales : NULL, &b, &p[of]);
-            else
-                weigh_float32(op, q, position, num_records * TOKENS, &b, &p[of]);
+            for (int i = 0; i < n; i += FEW_QUERIES) switch (FEW_CASE(form, n - i)) { FOR_EACH_FEW(SCORE_CASES) }
+            if (form == FLOAT32) weigh_EXACT(op, q, position, num_keys_here, NULL, &b, &p[of]);
 #if defined(__AMX_BF16__)
+            else weigh_NARROW(op, q, position, num_keys_here, form == INT8 ? value_scales : NULL, &b, &p[of]);
             if (tiled) amx_add_values(form, size, n, values, num_records, &room, &b, &p[of]);
             else
+#else
+            else if (form == BFLOAT16) weigh_NARROW(op, q, position, num_keys_here, NULL, &b, &p[of]);
+            else weigh_WHOLE(op, q, position, num_keys_here, value_scales, &b, &p[of]);
 #endif
-            switch (n) { FOR_EACH_COUNT(VALUES_CASE) }
+            for (int i = 0; i < n; i += FEW_QUERIES) switch (FEW_CASE(form, n - i)) { FOR_EACH_FEW(VALUES_CASES) }
         }
     }
 }
