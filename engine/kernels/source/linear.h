@@ -11,21 +11,24 @@ enum { PANEL = 32, VECTORS = PANEL / LANES, MOST_ROWS = 64 };
 #if defined(__AMX_BF16__)
 enum { TILE_ROWS = 8, QUANTIZED_ROWS = 4 }; /* of float32, and of whole numbers that are too few for tiles */
 #elif defined(__AVX512F__)
-enum { TILE_ROWS = 12, QUANTIZED_ROWS = 8 }; /* as many sums as registers hold, of whole numbers those of a group */
+enum { TILE_ROWS = 12, QUANTIZED_ROWS = 8 }; /* as many sums as registers hold, of whole numbers those
+                                              * of a group; these divide BAND */
 #else
 enum { TILE_ROWS = 3, QUANTIZED_ROWS = 2 };
 #endif
 
-/* Have weights fetched that are multiplied soon. Cores with AMX read memory twice as fast so; those without it that were
- * measured are slower then, for they see the streams by themselves. */
+/* How far ahead weights are fetched. Cores with AMX read memory twice as fast so; those without that were measured see
+ * the streams by themselves, but for 4 bits beside more than a few rows, and are slower where they are told. */
 enum { PREFETCHED_BYTES = 8192 };
+#if defined(__AMX_BF16__)
+enum { FETCHES = 1 };
+#else
+enum { FETCHES = 0 };
+#endif
 
 INLINE void fetch_ahead_of(const uint8_t *w, int num_bytes)
 {
-#if defined(__AMX_BF16__)
     UNROLL for (int at = 0; at < num_bytes; at += 64) __builtin_prefetch(w + PREFETCHED_BYTES + at);
-#endif
-    (void)w, (void)num_bytes;
 }
 
 INLINE void tile_float32(const int n, const float *x, int num_inputs, const float *w, float *out)
@@ -59,25 +62,23 @@ INLINE void tile_bfloat16(const int n, const uint16_t *x, int num_inputs, const 
 INLINE void tile_int8(const int n, const void *in, int64_t row, int num_inputs, const uint8_t *w, float *out)
 {
     floats sums[QUANTIZED_ROWS][VECTORS];
-    quantized_row x[QUANTIZED_ROWS];
-    UNROLL for (int m = 0; m < n; m++) {
-        x[m] = quantized(INT8, in, row + m, num_inputs);
-        UNROLL for (int v = 0; v < VECTORS; v++) sums[m][v] = all(*x[m].sums * -128.f);
-    }
+    const quantized_row x = quantized(INT8, in, row, num_inputs);
+    UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) sums[m][v] = all(x.sums[m] * -128.f);
     for (int group = 0; group < num_inputs / WIDE_GROUP; group++) {
-        fetch_ahead_of(w, WIDE_GROUP * PANEL);
+        const int8_t *bytes = x.bytes + group * BAND * WIDE_GROUP;
+        if (FETCHES) fetch_ahead_of(w, WIDE_GROUP * PANEL);
         ints dots[QUANTIZED_ROWS][VECTORS];
         UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) dots[m][v] = (ints){};
         _Pragma("GCC unroll 4") for (int k = 0; k < WIDE_GROUP; k += 4, w += 4 * PANEL) {
             words weights[VECTORS];
             UNROLL for (int v = 0; v < VECTORS; v++) weights[v] = load_words(w + 4 * v * LANES);
             UNROLL for (int m = 0; m < n; m++) {
-                const uint32_t four = load_word(x[m].bytes + group * BAND * WIDE_GROUP + k);
+                const uint32_t four = load_word(bytes + m * WIDE_GROUP + k);
                 UNROLL for (int v = 0; v < VECTORS; v++) dots[m][v] = dot_bytes(dots[m][v], weights[v], four);
             }
         }
         UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++)
-            sums[m][v] = fused(__builtin_convertvector(dots[m][v], floats), all(x[m].scales[group * BAND]), sums[m][v]);
+            sums[m][v] = fused(__builtin_convertvector(dots[m][v], floats), all(x.scales[group * BAND + m]), sums[m][v]);
     }
     UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) store(out + m * PANEL + v * LANES, sums[m][v]);
 }
@@ -87,13 +88,11 @@ enum { INT4_BYTES = GROUP / 2 * PANEL + 2 * PANEL * 2 }; /* of a group in a pane
 INLINE void tile_int4(const int n, const void *in, int64_t row, int num_inputs, const uint8_t *w, float *out)
 {
     floats sums[QUANTIZED_ROWS][VECTORS];
-    quantized_row x[QUANTIZED_ROWS];
-    UNROLL for (int m = 0; m < n; m++) {
-        x[m] = quantized(INT4, in, row + m, num_inputs);
-        UNROLL for (int v = 0; v < VECTORS; v++) sums[m][v] = all(0.f);
-    }
+    const quantized_row x = quantized(INT4, in, row, num_inputs);
+    UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) sums[m][v] = all(0.f);
     for (int group = 0; group < num_inputs / GROUP; group++, w += INT4_BYTES) {
-        fetch_ahead_of(w, INT4_BYTES);
+        const int8_t *bytes = x.bytes + group * BAND * GROUP;
+        if (FETCHES || n > 4) fetch_ahead_of(w, INT4_BYTES);
         const uint16_t *factors = (const uint16_t *)(w + GROUP / 2 * PANEL), *least = factors + PANEL;
         ints dots[QUANTIZED_ROWS][VECTORS];
         UNROLL for (int m = 0; m < n; m++) UNROLL for (int v = 0; v < VECTORS; v++) dots[m][v] = (ints){};
@@ -105,8 +104,7 @@ INLINE void tile_int4(const int n, const void *in, int64_t row, int num_inputs, 
                 high[v] = both >> 4 & 0x0f0f0f0f;
             }
             UNROLL for (int m = 0; m < n; m++) {
-                const int8_t *bytes = x[m].bytes + group * BAND * GROUP + k;
-                const uint32_t first = load_word(bytes), second = load_word(bytes + GROUP / 2);
+                const uint32_t first = load_word(bytes + m * GROUP + k), second = load_word(bytes + m * GROUP + GROUP / 2 + k);
                 UNROLL for (int v = 0; v < VECTORS; v++)
                     dots[m][v] = dot_bytes(dot_bytes(dots[m][v], low[v], first), high[v], second);
             }
@@ -114,9 +112,9 @@ INLINE void tile_int4(const int n, const void *in, int64_t row, int num_inputs, 
         UNROLL for (int v = 0; v < VECTORS; v++) {
             floats factor = widen_float16(factors + v * LANES), offset = widen_float16(least + v * LANES);
             UNROLL for (int m = 0; m < n; m++) {
-                floats dot = __builtin_convertvector(dots[m][v], floats) * x[m].scales[group * BAND];
+                floats dot = __builtin_convertvector(dots[m][v], floats) * x.scales[group * BAND + m];
                 sums[m][v] = fused(dot, factor, sums[m][v]);
-                sums[m][v] = fused(offset, all(x[m].sums[group * BAND]), sums[m][v]);
+                sums[m][v] = fused(offset, all(x.sums[group * BAND + m]), sums[m][v]);
             }
         }
     }
@@ -248,7 +246,8 @@ static void linear(const linear_operation *op, int64_t num_rows, int64_t begin, 
             } else
 #endif
             {
-                end = num_rows * (i + 1) / num_tiles; /* tiles of about one size */
+                end = num_rows * (i + 1) / num_tiles; /* tiles of about one size; of whole numbers in one band */
+                if (op->form >= INT8) end = row + most < num_rows ? row + most : num_rows;
                 tile(op, row, end - row, w, sums);
             }
             for (int64_t m = row; m < end; m++) finish(op, m, panel, sums + (m - row) * PANEL);
