@@ -202,7 +202,9 @@ class ModelRunner:
         operations = self._model.operation_seconds
         rest = time.perf_counter() - flattened - sum(operations.values())
         timings = {"flatten": flattened - began, **operations, "forward": rest}
-        self._executed.append(_Executed(plan, batch, hidden[batch.last_rows], prompt_hidden, timings))
+        are_all_last = len(batch.last_rows) == len(hidden)
+        last_hidden = hidden if are_all_last else hidden[batch.last_rows]
+        self._executed.append(_Executed(plan, batch, last_hidden, prompt_hidden, timings))
 
     @torch.inference_mode()
     def sample(self, grammar_masks: GrammarMasks | None = None) -> ModelRunnerOutput:
@@ -268,7 +270,8 @@ class ModelRunner:
         scored = time.perf_counter()
         grammar_rows = [batch.sampled.index(row) for row in executed.plan.grammar_rows]
         samples = sample(logits, batch.sampling, grammar_rows, masks, self.logits_processors, self._greatest)
-        timings |= {"logits": scored - began, "sample": time.perf_counter() - scored}
+        timings["logits"] = timings.get("logits", 0.0) + scored - began  # or the most of it was a part of the forward
+        timings["sample"] = time.perf_counter() - scored
         return samples
 
     def _warm_up(self, max_model_len: int, num_groups: int) -> None:

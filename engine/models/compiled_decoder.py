@@ -65,7 +65,8 @@ def why_not(config: DecoderConfig, block_size: int, dtype: torch.dtype, *, is_qu
     return None
 
 
-KIND_NAMES = [kind.name.lower() for kind in Kind]
+PARTS = [*[kind.name.lower() for kind in Kind], "logits"]
+"""Of a program's time: operations of the layers by their kind, and those of the head."""
 T = TypeVar("T")
 Fill = Callable[[Mapping[str, torch.Tensor]], None]
 
@@ -85,6 +86,16 @@ class _HandedOn(NamedTuple):
     written: tuple[Form, int]
     prepared: list[Norm]
     rows: torch.Tensor
+
+
+class _Head(NamedTuple):
+    """What scores rows, which it is aimed at before each run; `operations` are those that this model has."""
+
+    prepare: Norm
+    product: Product
+    cap: Cap
+    operations: list[ctypes.Structure]
+    program: Program
 
 
 def row_bytes(config: DecoderConfig, forms: Forms) -> int:
@@ -156,6 +167,7 @@ class CompiledDecoder:
         self._gated = self._handed_on(config.intermediate_size)
         self._output = self._room(config.hidden_size)
         self._logits = torch.empty(0)
+        self._scored: torch.Tensor | None = None
         self._rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         for rope in {rope for rope in config.ropes if rope}:
             rotary = RotaryEmbedding(rope, max_model_len, torch.float32)
@@ -171,7 +183,7 @@ class CompiledDecoder:
             head = self._packed(embedding, None, forms.head)
         del embedding
         self._embedding_scale = embedding_scale(config, dtype)
-        self._head = self._logits_program(head)
+        self._head = self._describe_head(head)
         self._layers = [self._layer(index, dtype, fill) for index in range(config.num_layers)]
         norm = DecoderNorm(config.hidden_size, config, dtype)
         fill({"model.norm.weight": norm.weight})
@@ -181,8 +193,8 @@ class CompiledDecoder:
     @property
     def operation_seconds(self) -> dict[str, float]:
         """See `Model.operation_seconds`."""
-        seconds = np.bincount(self._kinds, weights=self._times_ns, minlength=len(Kind)) / 1e9
-        return {kind: time for kind, time in zip(KIND_NAMES, seconds.tolist(), strict=True) if time}
+        seconds = np.bincount(self._kinds, weights=self._times_ns, minlength=len(PARTS)) / 1e9
+        return {part: time for part, time in zip(PARTS, seconds.tolist(), strict=True) if time}
 
     def use_attention(self, pages: CompiledPages) -> None:
         """See `Model.use_attention`."""
@@ -198,34 +210,53 @@ class CompiledDecoder:
                     operation.group, operation.places = group, places
             operations += layer
         operations.append(self._final_norm)
+        head = self._head.operations
         self._program = Program(operations, [self._memory, pages])
-        self._kinds = np.array([operation.kind for operation in operations])
-        self._times_ns = np.zeros(len(operations), dtype=np.int64)
+        self._scoring_program = Program([*operations, *head], [self._memory, pages])
+        self._kinds = np.array([operation.kind for operation in operations] + len(head) * [PARTS.index("logits")])
+        self._times_ns = np.zeros(len(self._kinds), dtype=np.int64)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
-        """See `Model.forward`."""
+        """See `Model.forward`.
+
+        Where each request has one row, as where all decode, all are to be scored: that is done in the same call.
+        """
         step, _ = batch
         step.token_ids, step.positions = pointer(token_ids), pointer(positions)
         self._times_ns[:] = 0
         step.times = pointer(self._times_ns)
-        self._program.run(step, self._team)
-        return self._normed[: len(token_ids) * self.config.hidden_size].view(len(token_ids), -1).clone()
+        num_rows = len(token_ids)
+        are_scored = num_rows == step.num_requests
+        if are_scored:
+            self._aim_head(self._normed, self._room_for_logits(num_rows))
+        (self._scoring_program if are_scored else self._program).run(step, self._team)
+        hidden = self._normed[: num_rows * self.config.hidden_size].view(num_rows, -1).clone()
+        self._scored = hidden if are_scored else None
+        return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.logits`."""
-        size = len(hidden) * self.config.vocab_size
+        logits = self._room_for_logits(len(hidden))
+        if hidden is self._scored:  # once, for they may be changed
+            self._scored = None
+            return logits
+        self._scored = None
+        rows = hidden.contiguous()
+        for first in range(0, len(rows), self._max_rows):
+            self._aim_head(rows[first:], logits[first:])
+            self._head.program.run(Step(num_rows=min(self._max_rows, len(rows) - first)), self._team)
+        return logits
+
+    def _room_for_logits(self, num_rows: int) -> torch.Tensor:
+        size = num_rows * self.config.vocab_size
         if size > len(self._logits):
             self._logits = zeros(size, torch.float32)
-        logits = self._logits[:size].view(len(hidden), -1)
-        rows = hidden.contiguous()
-        prepare, product, cap = self._head[0]
+        return self._logits[:size].view(num_rows, -1)
+
+    def _aim_head(self, rows: torch.Tensor, logits: torch.Tensor) -> None:
+        """Have the head score `rows`, into `logits`."""
+        prepare, product, cap = self._head.prepare, self._head.product, self._head.cap
         prepare.in_, product.out, cap.rows = pointer(rows), pointer(logits), pointer(logits)
-        for first in range(0, len(rows), self._max_rows):
-            count = min(self._max_rows, len(rows) - first)
-            prepare.in_ = pointer(rows[first:])
-            product.out = cap.rows = pointer(logits[first:])
-            self._head[1].run(Step(num_rows=count), self._team)
-        return logits
 
     # -- description -------------------------------------------------------------------------------------------------
 
@@ -369,14 +400,14 @@ class CompiledDecoder:
         self.num_stored_int4 += num_stored
         return Int4.joined(Int4.of(rows) if read is None else read() for rows, read in parts)
 
-    def _logits_program(self, head: PackedWeight) -> tuple[list[Any], Program]:
+    def _describe_head(self, head: PackedWeight) -> _Head:
         hidden_size, vocab_size = self.config.hidden_size, self.config.vocab_size
         prepare = self._prepared(None, self._hidden, hidden_size, head.form)
         product = self._product(head, self._input(hidden_size, head.form), self._output, vocab_size)
         cap = Cap(Kind.CAP, self.config.vocab_size, self.config.logits_divisor, self.config.logits_softcap or 0.0)
-        operations = [prepare, product, cap]
         changes = self.config.logits_divisor != 1 or self.config.logits_softcap
-        return operations, Program(operations if changes else operations[:2], [])
+        operations = [prepare, product, cap] if changes else [prepare, product]
+        return _Head(prepare, product, cap, operations, Program(operations, []))
 
     def _input(self, size: int, form: Form | None = None) -> torch.Tensor:
         """Return the room for `size` inputs of products with weights of `form`; what pads them stays zero."""
