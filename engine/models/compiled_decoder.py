@@ -237,10 +237,9 @@ class CompiledDecoder:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.logits`."""
         logits = self._room_for_logits(len(hidden))
-        if hidden is self._scored:  # once, for they may be changed
-            self._scored = None
+        are_scored, self._scored = hidden is self._scored, None  # once, for they may be changed
+        if are_scored:
             return logits
-        self._scored = None
         rows = hidden.contiguous()
         for first in range(0, len(rows), self._max_rows):
             self._aim_head(rows[first:], logits[first:])

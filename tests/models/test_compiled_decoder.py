@@ -92,6 +92,27 @@ def draw_prompt(length: int, seed: int) -> list[int]:
     return torch.randint(0, 199, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
 
 
+@torch.inference_mode()
+def test_rows_that_decode_are_scored_once_by_their_own_forward_and_anew_after_another(make_checkpoint: Any) -> None:
+    stack = Stack(make_checkpoint("llama", **HEADS)[0])
+
+    def forward(tokens: list[int]) -> torch.Tensor:
+        rows = [RequestRows(i, 1, 0, stack._block_tables(i, 0)) for i in range(len(tokens))]
+        batch = stack.pages.prepare(AttentionBatch(rows))
+        return stack.model.forward(torch.tensor(tokens), torch.zeros(len(tokens), dtype=torch.int64), batch)
+
+    first = forward([5, 6, 7])
+    assert stack.model.operation_seconds["logits"] > 0
+    found = stack.model.logits(first)
+    expected = found.clone()
+    found.fill_(0)  # as sampling may
+    assert torch.equal(stack.model.logits(first), expected)
+    second, third = forward([5, 6, 7]), forward([8, 9])
+    of_third = stack.model.logits(third).clone()
+    assert torch.equal(stack.model.logits(second), expected)
+    assert torch.equal(stack.model.logits(third), of_third)
+
+
 @pytest.mark.parametrize("family", ["llama", "gemma 2", "olmo2"])
 @pytest.mark.parametrize("forms", FORMS)
 def test_what_a_row_takes_is_known_before(
