@@ -35,7 +35,8 @@ class CompiledPages:
         page_bytes = spec.num_kv_heads * block_size * Form.of_pages(dtype).token_bytes(spec.head_dim)
         shape = num_blocks, num_page_tensors(layer_groups), page_bytes
         self._pages = zeros(math.prod(shape), torch.uint8).view(shape)
-        self._tables = np.empty(0, dtype=np.int32)
+        self._owners = self._tables = np.empty(0, dtype=np.int32)
+        self._step = Step()
         self._where = {
             layer: (group, index) for group, kind in enumerate(layer_groups) for index, layer in enumerate(kind.layers)
         }
@@ -58,31 +59,28 @@ class CompiledPages:
         """See `AttentionPages.clear_null_block`."""
         self._pages[NULL_BLOCK] = 0
 
-    def prepare(self, batch: AttentionBatch) -> tuple[Step, list[np.ndarray]]:
+    def prepare(self, batch: AttentionBatch) -> Step:
         """Lay out whose rows they are and where their blocks lie: good until the next call, which has the same room."""
-        requests = batch.requests
-        counts = np.array([request.num_rows for request in requests])
-        owners = np.repeat(np.arange(len(requests), dtype=np.int32), counts)
-        num_groups = len(requests[0].block_tables)
-        max_blocks = max(len(table) for request in requests for table in request.block_tables)
-        tables = self._tables_of(num_groups, len(requests), max_blocks)
+        requests, step = batch.requests, self._step
+        step.num_rows, step.num_requests = requests[-1].first_row + requests[-1].num_rows, len(requests)
+        step.num_groups = len(requests[0].block_tables)
+        step.max_blocks = max(len(table) for request in requests for table in request.block_tables)
+        owners, tables = self._rooms_of(step)
         for index, request in enumerate(requests):
+            owners[request.first_row : request.first_row + request.num_rows] = index
             for group, table in enumerate(request.block_tables):
                 tables[group, index, : len(table)] = table
                 tables[group, index, len(table) :] = NULL_BLOCK
-        step = Step(
-            num_rows=len(owners),
-            num_requests=len(requests),
-            max_blocks=max_blocks,
-            num_groups=num_groups,
-            requests=pointer(owners),
-            block_tables=pointer(tables),
-        )
-        return step, [owners, tables]
+        return step
 
-    def _tables_of(self, *shape: int) -> np.ndarray:
-        """Return room for block tables, the same from step to step unless more is needed; what it holds is old."""
+    def _rooms_of(self, step: Step) -> tuple[np.ndarray, np.ndarray]:
+        """Return room for rows' owners and for block tables, the same unless more is needed; what it holds is old."""
+        shape = step.num_groups, step.num_requests, step.max_blocks
         size = math.prod(shape)
+        if step.num_rows > len(self._owners):
+            self._owners = np.empty(2 * step.num_rows, dtype=np.int32)
+            step.requests = pointer(self._owners)
         if size > len(self._tables):
             self._tables = np.empty(2 * size, dtype=np.int32)
-        return self._tables[:size].reshape(shape)
+            step.block_tables = pointer(self._tables)
+        return self._owners, self._tables[:size].reshape(shape)

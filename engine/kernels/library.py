@@ -102,7 +102,7 @@ def load(variant: str | None = None) -> ctypes.CDLL:
 def _declare(library: ctypes.CDLL) -> None:
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     library.run.restype = integer
-    library.run.argtypes = [integer, ctypes.c_int64, pointer, integer, pointer]
+    library.run.argtypes = [ctypes.c_int64, pointer, ctypes.c_int64, integer, pointer, integer, pointer]
 
 
 def _loaded(variant: str) -> ctypes.CDLL:

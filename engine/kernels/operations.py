@@ -10,11 +10,12 @@ import ctypes
 import enum
 from collections.abc import Sequence
 from ctypes import c_float, c_int32, c_int64, c_void_p
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
-from engine.kernels.memory import pointer
+from engine.kernels.memory import pointer, zeros
 
 LANES = 16
 """Sizes of rows and heads must be multiples of it."""
@@ -24,6 +25,8 @@ INPUT_MULTIPLE = 64
 ROW_MULTIPLE = 32
 """Inputs of products have room for whole tiles of so many rows."""
 MAX_HEAD = 256
+STACK_BYTES = 1 << 20
+"""Of a thread: more than twice what the largest operation takes. Kept, for new ones would be mapped anew each call."""
 
 
 class Form(enum.IntEnum):
@@ -109,7 +112,7 @@ class Step(ctypes.Structure):
     """The rows of a step; see operations.h."""
 
     _fields_ = _fields(
-        (c_int64, "num_rows num_requests max_blocks num_groups"),
+        (c_int64, "num_rows num_requests max_blocks num_groups head"),
         (c_void_p, "token_ids positions requests block_tables times"),
     )
 
@@ -190,19 +193,27 @@ class Program:
         self._operations = (c_void_p * len(structs))(*map(ctypes.addressof, structs))
         self._kept = (structs, memory)
 
-    def run(self, step: Step, team: Team) -> None:
-        """Run all on the rows of `step`; raises MemoryError."""
-        count = len(self._operations)
-        if team.library.run(team.num_threads, team.spin_ns, self._operations, count, ctypes.addressof(step)):
+    def run(self, step: Step, team: Team, most_threads: int | None = None) -> None:
+        """Run all on the rows of `step`, by as many threads at most; raises MemoryError."""
+        num_threads = min(team.num_threads, most_threads or team.num_threads)
+        if team.run(num_threads, self._operations, len(self._operations), ctypes.addressof(step)):
             raise MemoryError("there is no memory for the threads' partial sums")
 
 
-class Team(NamedTuple):
-    """The code that a call runs, by how many threads, and how long they spin before they sleep."""
+class Team:
+    """The code that a call runs, and what the threads of a call need; one call at a time.
 
-    library: ctypes.CDLL
-    num_threads: int
-    spin_ns: int
+    Attributes:
+        num_threads: The caller and those that it starts.
+        run: `run` of source/kernels.c, but for what is the team's.
+    """
+
+    def __init__(self, library: ctypes.CDLL, num_threads: int, spin_ns: int) -> None:
+        """Run `library` by `num_threads`, which spin for `spin_ns` before they sleep."""
+        self.num_threads = num_threads
+        self._library = library
+        self._stacks = zeros(num_threads * STACK_BYTES, torch.uint8, is_huge=False)  # taken as far as it is used
+        self.run = partial(library.run, spin_ns, pointer(self._stacks), STACK_BYTES)
 
 
 def greatest(team: Team, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -210,6 +221,6 @@ def greatest(team: Team, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor
     rows = rows.contiguous()
     values, places = torch.empty(len(rows)), torch.empty(len(rows), dtype=torch.int64)
     operation = Greatest(Kind.GREATEST, rows.shape[1], pointer(rows), pointer(values), pointer(places))
-    team = team._replace(num_threads=min(team.num_threads, 1 + len(rows) // 16))  # a thread takes its time to start
-    Program([operation], ()).run(Step(num_rows=len(rows)), team)
+    most_threads = 1 + len(rows) // 16  # a thread takes its time to start
+    Program([operation], ()).run(Step(num_rows=len(rows)), team, most_threads)
     return values, places

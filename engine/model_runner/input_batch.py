@@ -40,7 +40,7 @@ class InputBatch:
         positions: Of each token in its request, `[num_tokens]`, int64.
         attention: Where each token's K/V goes and whose it is.
         sampled: Indexes of the plan's rows that yield a token.
-        last_rows: For each of those, the index of its last token, `[len(sampled)]`, int64.
+        last_rows: For each of those, the index of its last token.
         sampling: For each of those, what its draw needs.
         prompts: Those rows of prompts whose logprobs are asked for.
     """
@@ -49,7 +49,7 @@ class InputBatch:
     positions: torch.Tensor
     attention: AttentionBatch
     sampled: Sequence[int]
-    last_rows: torch.Tensor
+    last_rows: Sequence[int]
     sampling: Sequence[SamplingRow]
     prompts: Sequence[PromptRows] = ()
 
@@ -93,22 +93,19 @@ def flatten(plan: SchedulerOutput, late_tokens: LateTokens, *, reads_tokens: boo
         LookupError: A late token is not known.
     """
     requests = plan.requests
-    token_ids = np.concatenate([_inputs(request, late_tokens, plan.step) for request in requests])
-    starts = np.array([request.start for request in requests])
-    counts = np.array([request.num_tokens for request in requests])
-    ends = np.cumsum(counts)
-    first_rows = ends - counts
-    rows = [
-        RequestRows(first_row, request.num_tokens, request.start, request.block_tables)
-        for first_row, request in zip(first_rows.tolist(), requests, strict=True)
-    ]
+    token_ids = [_inputs(request, late_tokens, plan.step) for request in requests]
+    positions = [np.arange(request.start, request.start + request.num_tokens) for request in requests]
+    rows, num_rows = [], 0
+    for request in requests:
+        rows.append(RequestRows(num_rows, request.num_tokens, request.start, request.block_tables))
+        num_rows += request.num_tokens
     sampled = [i for i, request in enumerate(requests) if request.samples]
     return InputBatch(
-        token_ids=torch.from_numpy(token_ids.astype(np.int64)),
-        positions=torch.from_numpy(np.arange(ends[-1]) + np.repeat(starts - first_rows, counts)),
+        token_ids=torch.from_numpy(np.concatenate(token_ids, dtype=np.int64)),
+        positions=torch.from_numpy(np.concatenate(positions)),
         attention=AttentionBatch(rows),
         sampled=sampled,
-        last_rows=torch.from_numpy(ends[sampled] - 1),
+        last_rows=[rows[i].first_row + rows[i].num_rows - 1 for i in sampled],
         sampling=[_sampling_row(requests[i], late_tokens, plan.step, reads_tokens) for i in sampled],
         prompts=[
             _prompt_rows(request, rows[i].first_row, request.sampling_params.prompt_logprobs)

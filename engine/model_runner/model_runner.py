@@ -30,7 +30,7 @@ from engine.model_runner.memory import (
     num_available_cores,
     step_threads,
 )
-from engine.models.base import Model, ModelShape
+from engine.models.base import BuiltModel, Model, ModelShape
 from engine.models.checkpoint import model_digest, stored_tensors
 from engine.models.memory_estimate import refuse_what_cannot_fit
 from engine.models.registry import build_model, own_row_bytes, own_shape
@@ -47,7 +47,7 @@ from engine.outputs import (
 from engine.sampling import processors
 from engine.sampling.logits_processor import LogitsProcessor
 from engine.sampling.processors import gather_logprobs
-from engine.sampling.sampler import Samples, sample
+from engine.sampling.sampler import Greatest, Samples, sample
 from engine.sampling_params import SamplingParams
 from engine.verbs import SleepTag
 
@@ -91,6 +91,7 @@ class ModelRunner:
         self._executed: deque[_Executed] = deque()
         self._late_tokens = LateTokens(MAX_CONCURRENT_PLANS)
         self._model: Model | None = None
+        self._greatest: Greatest = processors.greatest
         self._make_attention: Callable[[], AttentionPages]
 
     @torch.inference_mode()
@@ -118,9 +119,9 @@ class ModelRunner:
         estimate = refuse_what_cannot_fit(self._folder, self._config, available, own, row_bytes)
         logger.info("%s needs %s", self._folder, estimate)
         built = build_model(self._folder, self._config, partial(progress, "weights"))
-        self._model, max_model_len, dtype = built.model, built.max_model_len, built.dtype
-        self._dtype, self._greatest = dtype, built.greatest or processors.greatest
-        shape = self._model.config
+        max_model_len, self._dtype = built.max_model_len, built.dtype
+        self._take(built)
+        shape = built.model.config
         progress("kv_specs", 0, 1)
         spec = _kv_cache_spec(shape, built.kv_dtype)
         progress("profile", 0, 1)
@@ -136,7 +137,7 @@ class ModelRunner:
             built.make_pages, spec, groups, shape.num_heads, num_blocks, block_size, built.kv_dtype
         )
         self.attention = self._make_attention()
-        self._model.use_attention(self.attention)
+        built.model.use_attention(self.attention)
         progress("warm_up", 0, 1)
         self._warm_up(max_model_len, len(groups))
         give_back_memory()  # what loading took, a tenth of all that a small model needs
@@ -157,7 +158,7 @@ class ModelRunner:
         if level:
             self.attention.release_pages()
         if level > 1:
-            self._model = None
+            self._model, self._greatest = None, processors.greatest
         give_back_memory()
 
     @torch.inference_mode()
@@ -169,7 +170,7 @@ class ModelRunner:
         """
         if SleepTag.WEIGHTS in tags and self._model is None:
             torch.set_num_threads(self._num_threads)  # as in `start`: once loaded, a model may need fewer of torch's
-            self._model = build_model(self._folder, self._config, _ignore_progress).model
+            self._take(build_model(self._folder, self._config, _ignore_progress))
             give_back_memory()
         if SleepTag.KV_CACHE in tags and not self.attention.size_bytes:
             self.attention = self._make_attention()
@@ -202,7 +203,7 @@ class ModelRunner:
         operations = self._model.operation_seconds
         rest = time.perf_counter() - flattened - sum(operations.values())
         timings = {"flatten": flattened - began, **operations, "forward": rest}
-        are_all_last = len(batch.last_rows) == len(hidden)
+        are_all_last = len(batch.last_rows) == hidden.shape[0]
         last_hidden = hidden if are_all_last else hidden[batch.last_rows]
         self._executed.append(_Executed(plan, batch, last_hidden, prompt_hidden, timings))
 
@@ -244,6 +245,9 @@ class ModelRunner:
             failed=failed,
             timings=timings,
         )
+
+    def _take(self, built: BuiltModel) -> None:
+        self._model, self._greatest = built.model, built.greatest or processors.greatest
 
     def _prompt_logprobs(self, executed: _Executed) -> dict[RequestId, Logprobs] | None:
         """Score the prompts' tokens, a few rows at a time: all scores of a long chunk at once would take gigabytes."""

@@ -60,7 +60,8 @@ class Model(Protocol):
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
         """Run the layers over rows of any requests, `[num_rows]` each; returns `[num_rows, hidden_size]`.
 
-        `batch` is what the backend's `prepare` gave for this step; the K/V of all rows is written.
+        `batch` is what the backend's `prepare` gave for this step; the K/V of all rows is written. What is returned
+        holds until the next call.
         """
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -74,7 +75,8 @@ class BuiltModel(NamedTuple):
     """A model with its weights, for contexts of up to `max_model_len` tokens; weights are of `dtype`.
 
     `make_pages(spec, groups, num_heads, num_blocks, block_size, kv_dtype)` allocates the pages that it attends to.
-    `greatest`, if the model has its own way, finds the greatest of its logits as `sampling.processors.greatest` does.
+    `greatest`, if the model has its own way, finds the greatest of its logits as `sampling.processors.greatest` does;
+    what `Model.logits` gave is to be given to it at once, before it is changed.
     """
 
     model: Model

@@ -10,7 +10,6 @@ import ctypes
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 
 from engine.attention.compiled import CompiledPages
@@ -28,6 +27,7 @@ from engine.kernels.operations import (
     Embed,
     Epilogue,
     Form,
+    Greatest,
     Kind,
     Norm,
     Product,
@@ -35,6 +35,7 @@ from engine.kernels.operations import (
     Rotate,
     Step,
     Team,
+    greatest,
 )
 from engine.kernels.weights import Int4, PackedWeight, interleaved
 from engine.models.checkpoint import EMBEDDING, HEAD
@@ -88,12 +89,26 @@ class _HandedOn(NamedTuple):
     rows: torch.Tensor
 
 
+class _Rows:
+    """Room for rows, of which a step uses the first; that cut is kept, for torch takes 50 us for one after a step."""
+
+    def __init__(self, room: torch.Tensor) -> None:
+        self.room = self._first = room
+        self._num_rows = room.shape[0]
+
+    def first(self, num_rows: int) -> torch.Tensor:
+        if num_rows != self._num_rows:
+            self._first, self._num_rows = self.room[:num_rows], num_rows
+        return self._first
+
+
 class _Head(NamedTuple):
     """What scores rows, which it is aimed at before each run; `operations` are those that this model has."""
 
     prepare: Norm
     product: Product
     cap: Cap
+    greatest: Greatest
     operations: list[ctypes.Structure]
     program: Program
 
@@ -102,7 +117,7 @@ def row_bytes(config: DecoderConfig, forms: Forms) -> int:
     """Return the memory that a row of a step takes between the operations, its scores of tokens left out."""
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     handed_on = [queries, config.intermediate_size]
-    numbers = [*[config.hidden_size] * 4, queries + 2 * keys]  # what the last norm gives twice
+    numbers = [*[config.hidden_size] * 3, queries + 2 * keys]
     numbers += [] if forms.layers in DTYPES else handed_on
     inputs = [(size, forms.layers) for size in handed_on]
     inputs += [(config.hidden_size, form) for form in {forms.layers, forms.head}]
@@ -160,14 +175,17 @@ class CompiledDecoder:
         self._arena = arena = Arena()
         self._hidden = self._room(config.hidden_size)
         self._normed = self._room(config.hidden_size)
+        self._normed_rows = _Rows(self._normed.view(-1, config.hidden_size))
         queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
         self._qkv = self._room(queries + 2 * keys)
         self._queries = self._room(config.num_heads * forms.pages.query_bytes(config.head_dim), torch.uint8)
         self._attended = self._handed_on(queries)
         self._gated = self._handed_on(config.intermediate_size)
         self._output = self._room(config.hidden_size)
-        self._logits = torch.empty(0)
+        self._logits = self._values = self._token_ids = _Rows(torch.empty(0))
         self._scored: torch.Tensor | None = None
+        self._found: torch.Tensor | None = None
+        self._times_ns = (ctypes.c_int64 * len(PARTS))()
         self._rotations: dict[Any, tuple[torch.Tensor, torch.Tensor]] = {}
         for rope in {rope for rope in config.ropes if rope}:
             rotary = RotaryEmbedding(rope, max_model_len, torch.float32)
@@ -193,8 +211,7 @@ class CompiledDecoder:
     @property
     def operation_seconds(self) -> dict[str, float]:
         """See `Model.operation_seconds`."""
-        seconds = np.bincount(self._kinds, weights=self._times_ns, minlength=len(PARTS)) / 1e9
-        return {part: time for part, time in zip(PARTS, seconds.tolist(), strict=True) if time}
+        return {part: time / 1e9 for part, time in zip(PARTS, self._times_ns, strict=True) if time}
 
     def use_attention(self, pages: CompiledPages) -> None:
         """See `Model.use_attention`."""
@@ -213,49 +230,61 @@ class CompiledDecoder:
         head = self._head.operations
         self._program = Program(operations, [self._memory, pages])
         self._scoring_program = Program([*operations, *head], [self._memory, pages])
-        self._kinds = np.array([operation.kind for operation in operations] + len(head) * [PARTS.index("logits")])
-        self._times_ns = np.zeros(len(self._kinds), dtype=np.int64)
+        self._num_operations = len(operations)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
         """See `Model.forward`.
 
         Where each request has one row, as where all decode, all are to be scored: that is done in the same call.
         """
-        step, _ = batch
+        step: Step = batch
         step.token_ids, step.positions = pointer(token_ids), pointer(positions)
-        self._times_ns[:] = 0
-        step.times = pointer(self._times_ns)
-        num_rows = len(token_ids)
-        are_scored = num_rows == step.num_requests
+        step.head, step.times = self._num_operations, ctypes.addressof(self._times_ns)
+        ctypes.memset(self._times_ns, 0, ctypes.sizeof(self._times_ns))
+        are_scored = step.num_rows == step.num_requests
         if are_scored:
-            self._aim_head(self._normed, self._room_for_logits(num_rows))
+            self._make_room_for_scores(step.num_rows)
+            self._aim_head(self._normed, 0)
         (self._scoring_program if are_scored else self._program).run(step, self._team)
-        hidden = self._normed[: num_rows * self.config.hidden_size].view(num_rows, -1).clone()
+        hidden = self._normed_rows.first(step.num_rows)
         self._scored = hidden if are_scored else None
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """See `Model.logits`."""
-        logits = self._room_for_logits(len(hidden))
+        num_rows = hidden.shape[0]
         are_scored, self._scored = hidden is self._scored, None  # once, for they may be changed
-        if are_scored:
-            return logits
-        rows = hidden.contiguous()
-        for first in range(0, len(rows), self._max_rows):
-            self._aim_head(rows[first:], logits[first:])
-            self._head.program.run(Step(num_rows=min(self._max_rows, len(rows) - first)), self._team)
-        return logits
+        if not are_scored:
+            self._make_room_for_scores(num_rows)
+            rows = hidden.contiguous()
+            for first in range(0, num_rows, self._max_rows):
+                self._aim_head(rows[first:], first)
+                self._head.program.run(Step(num_rows=min(self._max_rows, num_rows - first)), self._team)
+        self._found = self._logits.first(num_rows)
+        return self._found
 
-    def _room_for_logits(self, num_rows: int) -> torch.Tensor:
-        size = num_rows * self.config.vocab_size
-        if size > len(self._logits):
-            self._logits = zeros(size, torch.float32)
-        return self._logits[:size].view(num_rows, -1)
+    def greatest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Do what `operations.greatest` does; of what `logits` gave last it was done in the same call.
 
-    def _aim_head(self, rows: torch.Tensor, logits: torch.Tensor) -> None:
-        """Have the head score `rows`, into `logits`."""
-        prepare, product, cap = self._head.prepare, self._head.product, self._head.cap
-        prepare.in_, product.out, cap.rows = pointer(rows), pointer(logits), pointer(logits)
+        That holds once, for then they may be changed.
+        """
+        are_found, self._found = logits is self._found, None
+        if are_found:
+            return self._values.first(logits.shape[0]), self._token_ids.first(logits.shape[0])
+        return greatest(self._team, logits)
+
+    def _make_room_for_scores(self, num_rows: int) -> None:
+        if num_rows > self._logits.room.shape[0]:
+            self._logits = _Rows(zeros(num_rows * self.config.vocab_size, torch.float32).view(num_rows, -1))
+            self._values = _Rows(torch.empty(num_rows))
+            self._token_ids = _Rows(torch.empty(num_rows, dtype=torch.int64))
+
+    def _aim_head(self, rows: torch.Tensor, first: int) -> None:
+        """Have the head score `rows`, into the room for logits from row `first` on."""
+        head, logits = self._head, self._logits.room.data_ptr() + 4 * first * self.config.vocab_size
+        head.prepare.in_, head.product.out, head.cap.rows, head.greatest.rows = rows.data_ptr(), logits, logits, logits
+        head.greatest.values = self._values.room.data_ptr() + 4 * first
+        head.greatest.places = self._token_ids.room.data_ptr() + 8 * first
 
     # -- description -------------------------------------------------------------------------------------------------
 
@@ -404,9 +433,10 @@ class CompiledDecoder:
         prepare = self._prepared(None, self._hidden, hidden_size, head.form)
         product = self._product(head, self._input(hidden_size, head.form), self._output, vocab_size)
         cap = Cap(Kind.CAP, self.config.vocab_size, self.config.logits_divisor, self.config.logits_softcap or 0.0)
+        of_rows = Greatest(Kind.GREATEST, self.config.vocab_size)
         changes = self.config.logits_divisor != 1 or self.config.logits_softcap
-        operations = [prepare, product, cap] if changes else [prepare, product]
-        return _Head(prepare, product, cap, operations, Program(operations, []))
+        operations = [prepare, product, cap, of_rows] if changes else [prepare, product, of_rows]
+        return _Head(prepare, product, cap, of_rows, operations, Program(operations, []))
 
     def _input(self, size: int, form: Form | None = None) -> torch.Tensor:
         """Return the room for `size` inputs of products with weights of `form`; what pads them stays zero."""

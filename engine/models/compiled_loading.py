@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -13,7 +12,7 @@ from engine.attention.compiled import CompiledPages
 from engine.config import EngineConfig
 from engine.errors import ConfigError
 from engine.kernels.library import NoKernels, load
-from engine.kernels.operations import Form, Team, greatest
+from engine.kernels.operations import Form, Team
 from engine.kernels.weights import Int4
 from engine.models.base import BuiltModel
 from engine.models.checkpoint import EMBEDDING, HEAD, stored_tensors
@@ -85,7 +84,7 @@ def load_compiled(
         forms.pages.name.lower(),
         f"; {model.num_stored_int4} tensors in 4 bits as they are stored" if model.num_stored_int4 else "",
     )
-    return BuiltModel(model, max_model_len, dtype, kv_dtype, CompiledPages, partial(greatest, team))
+    return BuiltModel(model, max_model_len, dtype, kv_dtype, CompiledPages, model.greatest)
 
 
 def step_row_bytes(shape: DecoderConfig, config: EngineConfig, dtype: torch.dtype) -> int:

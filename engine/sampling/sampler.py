@@ -11,6 +11,7 @@ and tokens, never on the other rows.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -90,17 +91,19 @@ def sample(
     values, token_ids = greatest(logits)
     failed = _number_failures(values)
     asking = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-    is_kept = not logits_processors and not any(i in grammar_rows or _is_changed(rows[i]) for i in asking)
-    unprocessed = logits if is_kept and len(asking) == len(rows) else logits[asking]
-    if grammar_masks is not None:
-        processors.apply_grammar_masks(logits, grammar_rows, grammar_masks)
-    process(logits, rows)
-    if logits_processors:
-        failed |= _process_by(logits_processors, logits, rows, greatest)
-    if logits_processors or grammar_masks is not None or any(map(_is_changed, rows)):
+    changed = {i for i, row in enumerate(rows) if logits_processors or i in grammar_rows or _is_changed(row)}
+    are_copied = asking and (len(asking) < len(rows) or not changed.isdisjoint(asking))
+    unprocessed = logits[asking] if are_copied else logits
+    if changed:
+        if grammar_masks is not None:
+            processors.apply_grammar_masks(logits, grammar_rows, grammar_masks)
+        process(logits, rows)
+        if logits_processors:
+            failed |= _process_by(logits_processors, logits, rows, greatest)
         values, token_ids = greatest(logits)
-    for row in np.flatnonzero(values.cpu().numpy() == -np.inf).tolist():
-        failed.setdefault(row, Cause("NoTokenAllowed", _nothing_allowed(rows[row], row in grammar_rows)))
+    for row, value in enumerate(values.tolist()):
+        if value == -math.inf:
+            failed.setdefault(row, Cause("NoTokenAllowed", _nothing_allowed(rows[row], row in grammar_rows)))
     random = [i for i, row in enumerate(rows) if i not in failed and not row.params.is_greedy]
     if random:
         token_ids[random] = _draw(logits[random], [rows[i] for i in random])
@@ -137,10 +140,10 @@ def _nothing_allowed(row: SamplingRow, has_grammar: bool) -> str:
 def _number_failures(highest: torch.Tensor) -> dict[int, Cause]:
     """Find rows whose greatest logit is NaN, as it is if one of them is, or plus infinity."""
     failed = {}
-    numbers = highest.cpu().numpy()
-    for row in np.flatnonzero(~(numbers < np.inf)).tolist():
-        kind = "NaN" if np.isnan(numbers[row]) else "infinite"
-        failed[row] = Cause("BadLogits", f"the model gave {kind} logits for this request; others are not affected")
+    for row, value in enumerate(highest.tolist()):
+        if not value < math.inf:
+            kind = "NaN" if math.isnan(value) else "infinite"
+            failed[row] = Cause("BadLogits", f"the model gave {kind} logits for this request; others are not affected")
     return failed
 
 

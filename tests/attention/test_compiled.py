@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 
 import numpy as np
@@ -13,7 +14,7 @@ from engine.attention.compiled import CompiledPages
 from engine.attention.reference import ReferenceAttention
 from engine.kernels.library import load, supported_variants
 from engine.kernels.memory import pointer, zeros
-from engine.kernels.operations import DTYPES, Attend, Form, Kind, Program, Rotate, Team
+from engine.kernels.operations import DTYPES, MAX_HEAD, STACK_BYTES, Attend, Form, Kind, Program, Rotate, Team
 from engine.kv_cache.spec import KVCacheSpec
 
 torch.set_num_threads(1)
@@ -50,7 +51,7 @@ class Attention:
         q, k, v = torch.split(qkv, [num_heads, num_kv_heads, num_kv_heads], dim=1)
         prepared = self.reference.prepare(batch)
         expected = self.reference.attend(0, q, k, v, head_dim**-0.5, window, cap, sinks, prepared)
-        step, _ = kept = self.pages.prepare(batch)
+        step = self.pages.prepare(batch)
         positions = np.concatenate([np.arange(row.start, row.start + row.num_rows) for row in rows])
         step.positions = pointer(positions)
         queries = zeros(len(qkv) * num_heads * self.form.query_bytes(head_dim), torch.uint8)
@@ -62,7 +63,8 @@ class Attention:
         rotate.qkv, rotate.queries = pointer(qkv), pointer(queries)
         attend.queries, attend.out = pointer(queries), pointer(out)
         attend.sinks = pointer(sinks)
-        Program([rotate, attend], [kept]).run(step, Team(self.library, num_threads, 20_000))
+        self.team = Team(self.library, num_threads, 20_000)
+        Program([rotate, attend], []).run(step, self.team)
         assert not out[:, num_heads].any()
         return out[:, :num_heads], expected
 
@@ -150,6 +152,18 @@ def test_threads_that_share_the_keys_of_one_long_request_change_no_bit(form: For
 
 @pytest.mark.parametrize("variant", supported_variants())
 @pytest.mark.parametrize("form", TOLERANCE)
+def test_a_thread_leaves_half_of_its_stack_untouched(variant: str, form: Form) -> None:
+    attention = Attention(form, 2, 1, MAX_HEAD, variant)
+    for _ in range(3):  # a caller may take all tasks
+        attention.run(draw(600, 4, MAX_HEAD), rows_of((0, 600)), cap=2.0, num_threads=2)
+        half = STACK_BYTES // 2
+        unused, used = attention.team._stacks[STACK_BYTES:].split(half)
+        assert not unused.any()
+    assert used.any()
+
+
+@pytest.mark.parametrize("variant", supported_variants())
+@pytest.mark.parametrize("form", TOLERANCE)
 @pytest.mark.parametrize("head_dim", [16, 64])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_no_number_in_a_key_or_a_value_reaches_all_that_see_it_and_nobody_else(
@@ -182,8 +196,10 @@ def test_block_tables_have_one_room_for_all_steps_and_nothing_of_earlier_ones_in
 
     def prepare(*tables: list[int]) -> tuple[int, np.ndarray]:
         rows = [RequestRows(i, 1, 0, [np.array(table, dtype=np.int32)]) for i, table in enumerate(tables)]
-        step, (_, laid_out) = pages.prepare(AttentionBatch(rows))
-        return step.block_tables, laid_out.copy()
+        step = pages.prepare(AttentionBatch(rows))
+        first = ctypes.cast(step.block_tables, ctypes.POINTER(ctypes.c_int32))
+        shape = step.num_groups, step.num_requests, step.max_blocks
+        return step.block_tables, np.ctypeslib.as_array(first, shape).copy()
 
     room, _ = prepare([1, 2, 3], [4, 5, 6], [7, 8, 9])
     small = prepare([6], [1, 2])

@@ -225,7 +225,7 @@ def test_a_cache_that_cannot_be_written_is_a_reason(own_cache: Path) -> None:
 
 
 def answer() -> int:
-    found: int = library.load("plain").run(1, 0, None, 0, None)
+    found: int = library.load("plain").run(0, None, 0, 1, None, 0, None)
     return found
 
 

@@ -33,7 +33,7 @@ def test_a_plan_becomes_flat_tensors_in_row_order() -> None:
     assert batch.positions.tolist() == [2, 3, 4, 1]
     assert [slots.tolist() for slots in batch.attention.slot_mappings(4)] == [[22, 23, 36, 21]]
     assert [(r.first_row, r.num_rows, r.start) for r in batch.attention.requests] == [(0, 3, 2), (3, 1, 1)]
-    assert (batch.sampled, batch.last_rows.tolist()) == ([1], [3])
+    assert (batch.sampled, batch.last_rows) == ([1], [3])
     assert (batch.sampling[0].position, batch.sampling[0].num_output_tokens) == (2, 1)
 
 

@@ -25,6 +25,7 @@ from engine.models.compiled_decoder import CompiledDecoder, Forms, row_bytes, wh
 from engine.models.registry import decoder_config
 from engine.models.weights import WeightReader
 from engine.outputs import RequestId, ScheduledRequest, SchedulerOutput
+from engine.sampling import processors
 from engine.sampling_params import SamplingParams
 from engine.verbs import SleepTag
 from tests.models.conftest import DENSE, HEADS, wide
@@ -93,7 +94,9 @@ def draw_prompt(length: int, seed: int) -> list[int]:
 
 
 @torch.inference_mode()
-def test_rows_that_decode_are_scored_once_by_their_own_forward_and_anew_after_another(make_checkpoint: Any) -> None:
+def test_rows_that_decode_are_scored_by_their_own_forward_and_anew_once_that_may_be_changed(
+    make_checkpoint: Any,
+) -> None:
     stack = Stack(make_checkpoint("llama", **HEADS)[0])
 
     def forward(tokens: list[int]) -> torch.Tensor:
@@ -104,13 +107,18 @@ def test_rows_that_decode_are_scored_once_by_their_own_forward_and_anew_after_an
     first = forward([5, 6, 7])
     assert stack.model.operation_seconds["logits"] > 0
     found = stack.model.logits(first)
-    expected = found.clone()
+    expected, greatest = found.clone(), processors.greatest(found)
+    for mine, right in zip(stack.model.greatest(found), greatest, strict=True):
+        assert torch.equal(mine, right)
     found.fill_(0)  # as sampling may
+    found[:, 9] = 1
+    assert stack.model.greatest(found)[1].tolist() == [9, 9, 9]
     assert torch.equal(stack.model.logits(first), expected)
-    second, third = forward([5, 6, 7]), forward([8, 9])
-    of_third = stack.model.logits(third).clone()
-    assert torch.equal(stack.model.logits(second), expected)
-    assert torch.equal(stack.model.logits(third), of_third)
+    some = stack.model.logits(first[1:])
+    for mine, right in zip(stack.model.greatest(some), greatest, strict=True):
+        assert torch.equal(mine, right[1:])
+    other = stack.model.logits(forward([8, 9]))
+    assert torch.equal(stack.model.greatest(other)[1], processors.greatest(other)[1])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma 2", "olmo2"])
@@ -127,8 +135,7 @@ def test_what_a_row_takes_is_known_before(
 
     monkeypatch.setattr("engine.models.compiled_decoder.zeros", noted)
     stack = Stack(make_checkpoint(family, **HEADS)[0], FORMS[forms])
-    copied = 4 * stack.model.config.hidden_size  # what the last norm gives, which outlives the step
-    assert taken == 512 * (row_bytes(stack.model.config, FORMS[forms]) - copied)
+    assert taken == 512 * row_bytes(stack.model.config, FORMS[forms])
 
 
 @torch.inference_mode()

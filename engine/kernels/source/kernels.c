@@ -67,10 +67,11 @@ static void run_operations(int thread, void *argument)
             }
         }
         if (num_done) counter_add(&t->num_done, num_done, num_tasks);
+        if (thread > 0 && i == p->num_operations - 1) break; /* nothing is left to wait for */
         counter_wait(&t->num_done, num_tasks, p->team.spin_ns);
         if (thread == 0 && s->times) {
             int64_t ended = now_ns();
-            s->times[i] += ended - began;
+            s->times[i < s->head ? *(const int32_t *)operation : NUM_KINDS] += ended - began;
             began = ended;
         }
     }
@@ -80,11 +81,12 @@ static void run_operations(int thread, void *argument)
 }
 
 /* Run the operations in order on the rows of `s` with `num_threads` threads, which spin for `spin_ns` before they
- * sleep; returns 0 once all are done, or -1 at once where memory is lacking. */
-int run(int num_threads, int64_t spin_ns, const void *const *operations, int num_operations, const step *s)
+ * sleep and have a stack each of `stack_bytes`; returns 0 once all are done, or -1 at once where memory is lacking. */
+int run(int64_t spin_ns, char *stacks, int64_t stack_bytes, int num_threads, const void *const *operations,
+        int num_operations, const step *s)
 {
     program p = {.operations = operations, .num_operations = num_operations, .step = s};
-    p.team = (team){num_threads, spin_ns, run_operations, &p};
+    p.team = (team){num_threads, spin_ns, stacks, stack_bytes, run_operations, &p};
     const size_t tasks_bytes = num_operations * sizeof(tasks), shared_bytes = most_shared(&p.team) * sizeof(shared_unit);
     p.tasks = aligned_alloc(64, tasks_bytes);
     p.shared = aligned_alloc(64, shared_bytes + 64);

@@ -12,11 +12,12 @@ enum { SILU, GELU_TANH };                                            /* activati
 /* The rows of a step: consecutive rows of one request are consecutive positions. */
 typedef struct {
     int64_t num_rows, num_requests, max_blocks, num_groups;
+    int64_t head;                       /* index of the first operation that scores rows */
     const int64_t *token_ids;           /* [num_rows] */
     const int64_t *positions;           /* [num_rows] */
     const int32_t *requests;            /* [num_rows], index of each row's request */
     const int32_t *block_tables;        /* [num_groups][num_requests][max_blocks] */
-    int64_t *times;                     /* [operations], to add the nanoseconds of each to, or NULL */
+    int64_t *times;                     /* [NUM_KINDS + 1], to add nanoseconds to, by kind and last of the head; or NULL */
 } step;
 
 /* out = scale * the weights of output `token id`, packed as a product takes them */

@@ -1,6 +1,6 @@
 /* A team of threads for one call: the caller and as many as it starts, gone again when the call returns.
  *
- * Starting a thread costs some 15 us, as waking a sleeping one does, so none has to be kept between steps. An operation
+ * Starting a thread costs little more than waking a sleeping one, so none has to be kept between steps. An operation
  * is cut into tasks that whoever is free takes, and the next one begins once all are done, not once all threads have
  * come by: so a thread whose core is busy with something else holds up nobody unless it has a task. Every wait spins
  * for a moment and then sleeps on a futex: the spin is what makes hundreds of operations a step cheap, and a long one
@@ -33,6 +33,8 @@ typedef struct {
 typedef struct {
     int num_threads;
     int64_t spin_ns;
+    char *stacks;           /* [threads] of as many bytes: of stacks that glibc maps it gives back the pages at each end */
+    int64_t stack_bytes;
     void (*function)(int thread, void *argument);
     void *argument;
 } team;
@@ -97,16 +99,32 @@ static void *team_member(void *argument)
     return NULL;
 }
 
+/* Wait for the end of a thread, which has nothing left to do. */
+static void thread_join(pthread_t thread, int64_t spin_ns)
+{
+    for (const int64_t until = now_ns() + spin_ns; pthread_tryjoin_np(thread, NULL);) {
+        if (now_ns() >= until) {
+            pthread_join(thread, NULL);
+            return;
+        }
+        pause_briefly();
+    }
+}
+
 /* Call `t->function` in `num_threads` threads, or as many as the system has, and return once all have returned. */
 static void team_run(team *t)
 {
     pthread_t threads[MAX_THREADS];
     member members[MAX_THREADS];
+    pthread_attr_t attributes;
     int started = 1;
+    pthread_attr_init(&attributes);
     for (; started < t->num_threads && started < MAX_THREADS; started++) {
         members[started] = (member){t, started};
-        if (pthread_create(&threads[started], NULL, team_member, &members[started])) break;
+        if (pthread_attr_setstack(&attributes, t->stacks + started * t->stack_bytes, t->stack_bytes)) break;
+        if (pthread_create(&threads[started], &attributes, team_member, &members[started])) break;
     }
     t->function(0, t->argument);
-    for (int i = 1; i < started; i++) pthread_join(threads[i], NULL);
+    for (int i = 1; i < started; i++) thread_join(threads[i], t->spin_ns);
+    pthread_attr_destroy(&attributes);
 }
