@@ -101,7 +101,8 @@ def load(variant: str | None = None) -> ctypes.CDLL:
 
 def _declare(library: ctypes.CDLL) -> None:
     pointer, integer = ctypes.c_void_p, ctypes.c_int
-    library.run.restype = integer
+    library.run.restype = library.guard.restype = integer
+    library.guard.argtypes = [pointer, ctypes.c_int64, integer]
     library.run.argtypes = [ctypes.c_int64, pointer, ctypes.c_int64, integer, pointer, integer, pointer]
 
 

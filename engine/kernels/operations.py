@@ -26,7 +26,7 @@ ROW_MULTIPLE = 32
 """Inputs of products have room for whole tiles of so many rows."""
 MAX_HEAD = 256
 STACK_BYTES = 1 << 20
-"""Of a thread: more than twice what the largest operation takes. Kept, for new ones would be mapped anew each call."""
+"""Of a thread: more than twice what the largest operation takes."""
 
 
 class Form(enum.IntEnum):
@@ -209,10 +209,16 @@ class Team:
     """
 
     def __init__(self, library: ctypes.CDLL, num_threads: int, spin_ns: int) -> None:
-        """Run `library` by `num_threads`, which spin for `spin_ns` before they sleep."""
+        """Run `library` by `num_threads`, which spin for `spin_ns` before they sleep.
+
+        Raises:
+            MemoryError: There is no room for their stacks.
+        """
         self.num_threads = num_threads
         self._library = library
         self._stacks = zeros(num_threads * STACK_BYTES, torch.uint8, is_huge=False)  # taken as far as it is used
+        if not library.guard(pointer(self._stacks), STACK_BYTES, num_threads):
+            raise MemoryError(f"{num_threads} threads have no room for their stacks")
         self.run = partial(library.run, spin_ns, pointer(self._stacks), STACK_BYTES)
 
 

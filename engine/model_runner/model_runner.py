@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -88,7 +87,7 @@ class ModelRunner:
         self.logits_processors: Sequence[LogitsProcessor] = ()
         self._config = config
         self._folder = folder
-        self._executed: deque[_Executed] = deque()
+        self._executed: _Executed | None = None
         self._late_tokens = LateTokens(MAX_CONCURRENT_PLANS)
         self._model: Model | None = None
         self._greatest: Greatest = processors.greatest
@@ -191,7 +190,7 @@ class ModelRunner:
     def execute(self, plan: SchedulerOutput) -> None:
         """Run the forward of `plan`: its K/V is written, its sampling is due. An empty plan is legal."""
         if not plan.requests:
-            self._executed.append(_Executed(plan, None, torch.empty(0), (), {}))
+            self._executed = _Executed(plan, None, torch.empty(0), (), {})
             return
         began = time.perf_counter()
         batch = flatten(plan, self._late_tokens, reads_tokens=bool(self.logits_processors))
@@ -205,21 +204,21 @@ class ModelRunner:
         timings = {"flatten": flattened - began, **operations, "forward": rest}
         are_all_last = len(batch.last_rows) == hidden.shape[0]
         last_hidden = hidden if are_all_last else hidden[batch.last_rows]
-        self._executed.append(_Executed(plan, batch, last_hidden, prompt_hidden, timings))
+        self._executed = _Executed(plan, batch, last_hidden, prompt_hidden, timings)
 
     @torch.inference_mode()
     def sample(self, grammar_masks: GrammarMasks | None = None) -> ModelRunnerOutput:
-        """Sample the oldest executed plan that has not been sampled.
+        """Sample the plan executed last, before another is: a model keeps what it gave until its next forward.
 
         Args:
             grammar_masks: For the plan's `grammar_rows`, in that order.
 
         Raises:
-            LookupError: There is no such plan.
+            LookupError: There is none, or it has been sampled.
         """
-        if not self._executed:
+        executed, self._executed = self._executed, None
+        if executed is None:
             raise LookupError("sample() without an executed plan")
-        executed = self._executed.popleft()
         plan, batch, timings = executed.plan, executed.batch, dict(executed.timings)
         token_ids: list[list[int]] = [[] for _ in plan.requests]
         failed: dict[RequestId, Cause] = {}

@@ -235,7 +235,7 @@ class CompiledDecoder:
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: Any) -> torch.Tensor:
         """See `Model.forward`.
 
-        Where each request has one row, as where all decode, all are to be scored: that is done in the same call.
+        Where each request has one row, as where all decode, all are scored in the same call: most often that is asked.
         """
         step: Step = batch
         step.token_ids, step.positions = pointer(token_ids), pointer(positions)
@@ -275,6 +275,7 @@ class CompiledDecoder:
 
     def _make_room_for_scores(self, num_rows: int) -> None:
         if num_rows > self._logits.room.shape[0]:
+            num_rows *= 2
             self._logits = _Rows(zeros(num_rows * self.config.vocab_size, torch.float32).view(num_rows, -1))
             self._values = _Rows(torch.empty(num_rows))
             self._token_ids = _Rows(torch.empty(num_rows, dtype=torch.int64))

@@ -18,7 +18,7 @@ from engine.kernels import library
 from engine.kernels.library import NoKernels, load, supported_variants
 
 SMALL_SOURCE = {
-    "first.c": "int permitted(void) { return 1; }",
+    "first.c": "int permitted(void) { return 1; } int guard(void) { return 1; }",
     "second.c": '#include "second.h"\nint run(void) { return NUMBER; }',
     "second.h": "enum { NUMBER = 0 };",
 }

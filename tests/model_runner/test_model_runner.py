@@ -143,6 +143,15 @@ def test_sampling_without_an_executed_plan_is_an_error(make_driver: Any) -> None
         make_driver().runner.sample()
 
 
+def test_what_is_executed_and_not_sampled_is_forgotten_once_another_plan_is(make_driver: Any) -> None:
+    runner = make_driver().runner
+    for step in (9, 10):
+        runner.execute(SchedulerOutput(step=step, requests=()))
+    assert runner.sample().step == 10
+    with pytest.raises(LookupError, match="without an executed plan"):
+        runner.sample()
+
+
 @pytest.mark.parametrize("params", [{}, {"frequency_penalty": 2.0, "repetition_penalty": 1.5}])
 def test_a_late_token_is_taken_from_the_uncommitted_step_before(make_driver: Any, params: dict[str, Any]) -> None:
     prompts = {"a": draw_prompt(9, 1), "b": draw_prompt(3, 2)}

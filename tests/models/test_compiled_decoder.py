@@ -117,6 +117,10 @@ def test_rows_that_decode_are_scored_by_their_own_forward_and_anew_once_that_may
     some = stack.model.logits(first[1:])
     for mine, right in zip(stack.model.greatest(some), greatest, strict=True):
         assert torch.equal(mine, right[1:])
+    forward([5, 6])
+    chunk = stack.pages.prepare(AttentionBatch([RequestRows(0, 2, 0, stack._block_tables(0, 0))]))
+    unscored = stack.model.forward(torch.tensor([8, 9]), torch.arange(2), chunk)
+    assert torch.equal(stack.model.logits(unscored).clone(), stack.model.logits(unscored.clone()))
     other = stack.model.logits(forward([8, 9]))
     assert torch.equal(stack.model.greatest(other)[1], processors.greatest(other)[1])
 

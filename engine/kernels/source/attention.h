@@ -21,9 +21,9 @@
 #include "team.h"
 
 #if defined(__AMX_BF16__)
-enum { RECORDS = 16, MAX_QUERIES = AMX_ROWS, ONLY_FLOAT32 = 1 }; /* in vectors: all else goes through tiles */
+enum { RECORDS = 16, MAX_QUERIES = AMX_ROWS };
 #else
-enum { RECORDS = 8, MAX_QUERIES = TILE_ROWS, ONLY_FLOAT32 = 0 };
+enum { RECORDS = 8, MAX_QUERIES = TILE_ROWS };
 #endif
 enum { MAX_BANDS = 4, QUERY_LANES = (MAX_QUERIES + LANES - 1) / LANES * LANES };
 enum { TOKENS = 16, KEYS = RECORDS * TOKENS, SPLIT = 512, MAX_HEAD = 256 };
@@ -576,7 +576,9 @@ INLINE floats weigh_keys(const int sees_all, const int kind, sight s, int num_ke
     words total = {};
     for (int k = 0; k < num_keys; k += LANES) {
         const floats below = fused(load(scores + k), slope, offset);
-        floats weight = kind == EXACT ? exponential_within(larger(all(-87.f), below)) : power_of_two(larger(all(-126.f), below));
+        /* rounded, the largest score may lie above itself, and a whole weight has no room for more than one */
+        const floats at_most = kind == WHOLE ? smaller(all(0.f), below) : below;
+        floats weight = kind == EXACT ? exponential_within(larger(all(-87.f), below)) : power_of_two(larger(all(-126.f), at_most));
         weight = seen_or(sees_all, s, k, weight, all(0.f)); /* none where the score is none */
         sum += weight;
         if (kind == EXACT) store(scores + k, weight);
@@ -587,7 +589,7 @@ INLINE floats weigh_keys(const int sees_all, const int kind, sight s, int num_ke
             narrow_to(b->narrow[i] + k, weight);
             continue;
         }
-        const words whole = (words)__builtin_convertvector(rounded(weight * factor), ints) & WHOLE_MOST;
+        const words whole = (words)__builtin_convertvector(rounded(weight * factor), ints) & WHOLE_MOST; /* no number: zero */
         const bytes high = bytes_of_ints((ints)(whole >> WHOLE_BITS)), low = bytes_of_ints((ints)(whole & ((1 << WHOLE_BITS) - 1)));
         memcpy(b->high[i] + k, &high, sizeof high);
         memcpy(b->low[i] + k, &low, sizeof low);

@@ -1,6 +1,7 @@
 /* A step of a decoder on a CPU: a list of operations, each cut into tasks for a team of threads. */
 #define _GNU_SOURCE
 #include <stdlib.h>
+#include <sys/mman.h>
 #include "team.h"
 #include "simd.h"
 #include "operations.h"
@@ -59,8 +60,8 @@ static void run_operations(int thread, void *argument)
             num_tasks = run_attention(operation, s, &p->team, t, p->shared, &num_done);
         } else {
             const int64_t shares = num_shares(operation, s);
-            num_tasks = TASKS_A_THREAD * p->team.num_threads;
-            if (num_tasks > shares || p->team.num_threads == 1) num_tasks = p->team.num_threads == 1 ? 1 : (int)shares;
+            num_tasks = p->team.num_threads == 1 ? 1 : TASKS_A_THREAD * p->team.num_threads;
+            if (num_tasks > shares) num_tasks = (int)shares;
             for (int task; (task = take_task(t, num_tasks)) < num_tasks; num_done++) {
                 const int64_t at = place_of(task, num_tasks, p->team.num_threads);
                 run_shares(operation, s, shares * at / num_tasks, shares * (at + 1) / num_tasks);
@@ -99,6 +100,14 @@ int run(int64_t spin_ns, char *stacks, int64_t stack_bytes, int num_threads, con
     free(p.tasks);
     free(p.shared);
     return has_run ? 0 : -1;
+}
+
+/* Make the lowest page of each stack one that nobody can write to, and return whether that was done. */
+int guard(char *stacks, int64_t stack_bytes, int num_threads)
+{
+    for (int i = 0; i < num_threads; i++)
+        if (mprotect(stacks + i * stack_bytes, sysconf(_SC_PAGESIZE), PROT_NONE)) return 0;
+    return 1;
 }
 
 /* Whether this build may run here: the system must grant the AMX registers. */

@@ -246,8 +246,8 @@ static void linear(const linear_operation *op, int64_t num_rows, int64_t begin, 
             } else
 #endif
             {
-                end = num_rows * (i + 1) / num_tiles; /* tiles of about one size */
-                if (op->form >= INT8) end = row + most < num_rows ? row + most : num_rows; /* none in two bands */
+                if (op->form < INT8) end = num_rows * (i + 1) / num_tiles; /* tiles of about one size */
+                else end = row + most < num_rows ? row + most : num_rows;  /* none in two bands */
                 tile(op, row, end - row, w, sums);
             }
             for (int64_t m = row; m < end; m++) finish(op, m, panel, sums + (m - row) * PANEL);

@@ -33,7 +33,7 @@ typedef struct {
 typedef struct {
     int num_threads;
     int64_t spin_ns;
-    char *stacks;           /* [threads] of as many bytes: of stacks that glibc maps it gives back the pages at each end */
+    char *stacks; /* one a thread, kept from call to call: glibc gives back the pages of its own stacks at each end */
     int64_t stack_bytes;
     void (*function)(int thread, void *argument);
     void *argument;
