@@ -212,13 +212,14 @@ class Team:
         """Run `library` by `num_threads`, which spin for `spin_ns` before they sleep.
 
         Raises:
-            MemoryError: There is no room for their stacks.
+            MemoryError: A page below a stack cannot be guarded.
+            OSError: There is no memory for the stacks.
         """
         self.num_threads = num_threads
         self._library = library
         self._stacks = zeros(num_threads * STACK_BYTES, torch.uint8, is_huge=False)  # taken as far as it is used
         if not library.guard(pointer(self._stacks), STACK_BYTES, num_threads):
-            raise MemoryError(f"{num_threads} threads have no room for their stacks")
+            raise MemoryError("a page below a stack cannot be guarded")
         self.run = partial(library.run, spin_ns, pointer(self._stacks), STACK_BYTES)
 
 

@@ -62,7 +62,13 @@ def load_compiled(
             raise ConfigError(f"{asked}: the operations in C cannot run this model here: {reason}")
         logger.warning("the model runs on torch's operations, several times slower than those in C: %s", reason)
         return None
-    team = Team(library, torch.get_num_threads(), round(config.spin * 1000))
+    num_threads = torch.get_num_threads()
+    try:
+        team = Team(library, num_threads, round(config.spin * 1000))
+    except (MemoryError, OSError) as error:
+        raise ConfigError(
+            f"no memory for the stacks of {num_threads} threads ({error}): lower --num-threads"
+        ) from error
     kv_dtype = _kv_dtype(config, dtype)
     forms = _forms(config, dtype)
     int4 = _stored_int4(folder, forms)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import errno
 import re
 from pathlib import Path
 from typing import Any
@@ -290,3 +291,16 @@ def test_it_has_as_many_threads_after_it_has_slept(make_checkpoint: Any) -> None
     runner.wake_up([SleepTag.WEIGHTS, SleepTag.KV_CACHE])
     assert isinstance(runner._model, CompiledDecoder)
     assert runner._model._team.num_threads == 2
+
+
+def test_threads_without_memory_for_their_stacks_are_refused_with_what_to_do(
+    make_checkpoint: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> torch.Tensor:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr("engine.kernels.operations.zeros", full)
+    config = EngineConfig(num_threads=2, num_gpu_blocks_override=40, max_model_len=64)
+    runner = ModelRunner(config, make_checkpoint("llama", **HEADS)[0])
+    with pytest.raises(ConfigError, match=r"stacks of 2 threads \(.*Cannot allocate memory\): lower --num-threads"):
+        runner.start(lambda *call: None)

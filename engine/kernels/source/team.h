@@ -1,6 +1,7 @@
 /* A team of threads for one call: the caller and as many as it starts, gone again when the call returns.
  *
- * Starting a thread costs little more than waking a sleeping one, so none has to be kept between steps. An operation
+ * Starting and joining a thread costs some 50 us a step more than waking one that sleeps, and leaves no thread between steps
+ * that somebody would have to own. An operation
  * is cut into tasks that whoever is free takes, and the next one begins once all are done, not once all threads have
  * come by: so a thread whose core is busy with something else holds up nobody unless it has a task. Every wait spins
  * for a moment and then sleeps on a futex: the spin is what makes hundreds of operations a step cheap, and a long one
